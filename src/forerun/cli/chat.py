@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forerun.cli.console import check_file, out, read_file, read_input, set_threads, warn_synthetic, write_file
 from forerun.cli.options import (
-    ENGINE,
+    ANSWERING,
     SAMPLING,
     SPECULATIVE,
     ChatTemplate,
@@ -254,7 +254,7 @@ def read_messages(path: Path) -> list[dict[str, str]]:
     return result
 
 
-CHAT_ENGINE = Flags("engine", [flag for flag in ENGINE.flags if flag.name != "logprobs_mode"]).showing(
+CHAT_ENGINE = Flags("engine", [flag for flag in ANSWERING.flags if flag.name != "logprobs_mode"]).showing(
     model=MODEL, page_size=str(PAGE_SIZE), max_num_seqs="1"
 )
 RUN_ENGINE = Flags("engine", [flag for flag in CHAT_ENGINE.flags if flag.name != "model"])

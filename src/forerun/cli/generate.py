@@ -12,7 +12,16 @@ from rich.text import Text
 
 from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, model_line, out, print_json, read_input, set_threads, warn, write_file
-from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
+from forerun.cli.options import (
+    ANSWERING,
+    SAMPLING,
+    SPECULATIVE,
+    AsJson,
+    Threads,
+    names_method,
+    speculative_config,
+    takes,
+)
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.registry import from_lab
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
@@ -35,7 +44,7 @@ METRICS = (
 )
 
 
-@takes(ENGINE, SPECULATIVE, SAMPLING)
+@takes(ANSWERING, SPECULATIVE, SAMPLING)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. - reads standard input.")] = None,
     as_json: AsJson = False,

@@ -182,7 +182,9 @@ def method_options() -> str:
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 
 
-ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads", "generation_config")))
+ANSWERING = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads", "generation_config")))
+ENGINE = Flags("engine", [flag for flag in ANSWERING.flags if not flag.name.startswith("memory")])
+"""For commands that measure."""
 SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "threads")))
 """For commands that have no other seed."""
 GREEDY = {"temperature": 0, "max_tokens": 128, "seed": 0}

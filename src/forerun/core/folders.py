@@ -113,6 +113,24 @@ def lock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def open_private(path: Path) -> int:
+    """Opens a file that only this user can read and write, and makes it if it is not there. Raises OSError for a link,
+    for anything but a file, and if it is another user's or its mode lets others in."""
+    flags = os.O_RDWR | os.O_CREAT | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+    file = os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        reason = "it is not a file"
+    elif POSIX and found.st_uid != os.geteuid():
+        reason = f"it belongs to {_name(found.st_uid)}"
+    elif POSIX and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        reason = f"others can use it: chmod 600 {path}"
+    else:
+        return file
+    os.close(file)
+    raise PermissionError(reason)
+
+
 def make_folder(path: Path) -> Path:
     """Makes a folder that only this user and root can write to, and its parents. Raises OSError."""
     path = path.resolve()

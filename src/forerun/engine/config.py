@@ -209,6 +209,10 @@ class EngineConfig:
     )
     threads: str | int = AUTO
     """Threads of the CPU kernels; "auto": torch's, but at most one per core, and fewer while others need them."""
+    memory: str | None = option(
+        None, "Private file that keeps answers, from which later processes draft. For method suffix, alone or in auto."
+    )
+    memory_size: str | int = option("4MiB", "Size of --memory, 4 bytes per token. The oldest answers are dropped.")
     seed: int | None = option(None, "Seed of requests without one.")
     logprobs_mode: str = option(
         "raw_logprobs", "Log-probabilities to return: raw_logprobs (the model's) or processed_logprobs (as sampled)."
@@ -231,7 +235,7 @@ class EngineConfig:
             raise ConfigError("gpu_memory_utilization conflicts with kv_cache_memory and num_pages: remove one")
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching needs page_size: set it to 16, for example")
-        _ = self.kv_cache_bytes, self.grammar_bytes
+        _ = self.kv_cache_bytes, self.grammar_bytes, self.memory_bytes
         if self.reasoning_parser is not None:
             check_parser(self.reasoning_parser)
         check_seed(self.seed)
@@ -248,6 +252,10 @@ class EngineConfig:
     @property
     def grammar_bytes(self) -> int:
         return parse_bytes(self.grammar_memory, "grammar_memory")
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory_size, "memory_size")
 
     @property
     def caches_prefixes(self) -> bool:

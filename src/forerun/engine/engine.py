@@ -32,6 +32,7 @@ from forerun.engine.metrics import EngineStats, RequestMetrics, RoundTrace
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trials import trials
+from forerun.models.files.open import fingerprint, resolve
 from forerun.models.run.base import Model, new_attention
 from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
@@ -39,6 +40,7 @@ from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.speculate.accept.base import NAN
 from forerun.speculate.draft import DraftContext, drafters
+from forerun.speculate.draft.memory import PATIENCE, Memory
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
@@ -85,7 +87,11 @@ class Engine:
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
         self.rule = self.speculative.make_rule()
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
+        self.on_close: list[Callable[[], object]] = []
+        self.memory = self._open_memory()
         self.router = Router(self._drafters(configs))
+        if self.memory is not None and not self.memory.used:
+            raise ConfigError("memory needs a drafter that looks up in it: choose method suffix, or remove memory")
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
         backlog, with_models = _weak(self.router.backlog), self.router.model_drafters
         self.policy = policies[self.speculative.length](
@@ -138,7 +144,6 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
         """Called with every round at its end, for measurements."""
-        self.on_close: list[Callable[[], object]] = []
         self._ids = itertools.count()
 
     def _threads(self) -> Threads:
@@ -163,6 +168,17 @@ class Engine:
         context = self._draft_context()
         return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
 
+    def _open_memory(self) -> Memory | None:
+        """It is saved when the engine is closed, and when it or the process ends without that."""
+        config, info = self.config, self.model.info
+        if config.memory is None:
+            return None
+        print_of = fingerprint(resolve(info.name), info.lora)
+        memory = Memory(config.memory, print_of, info.vocab_size, config.memory_bytes)
+        self.on_close.append(partial(memory.save, PATIENCE))
+        weakref.finalize(self, memory.save, PATIENCE)
+        return memory
+
     def _draft_context(self) -> DraftContext:
         return DraftContext(
             target=self.model,
@@ -179,6 +195,7 @@ class Engine:
             },
             prefix_caching=self.config.caches_prefixes,
             target_attention=_weak(self._attention),
+            memory=self.memory,
         )
 
     def _attention(self) -> Attention:
@@ -410,6 +427,8 @@ class Engine:
         self.scheduler.remove(job.sequence)
         if finish.reason == ERROR:
             self.target.attention.pool.scrub()
+        elif self.memory is not None:
+            self.memory.add(job.output_ids)
         for part in beams.parts(job.sequence):
             self.forget(part)
         del self.jobs[job.sequence.id]

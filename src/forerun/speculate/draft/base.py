@@ -27,6 +27,7 @@ from forerun.speculate.names import drafters
 
 if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
+    from forerun.speculate.draft.memory import Memory
     from forerun.speculate.verify import Verification
 
 MAX_DEPTH = 4096
@@ -145,6 +146,8 @@ class DraftContext:
     """Whether requests share cached prefixes, in the drafter's own pages too."""
     target_attention: Callable[[], Attention] | None = None
     """For drafters that run the target: returns attention over its cache, once the engine is built."""
+    memory: Memory | None = None
+    """Answers of earlier processes."""
     stream: int = 0
     """Index of this drafter among those that draft one tree. It selects independent noise, which rules that compare p
     and q need."""

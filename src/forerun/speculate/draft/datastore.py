@@ -40,12 +40,13 @@ WIDTH = 4
 class Datastore:
     """Token ids of ``texts``, and their positions sorted by the tokens before each, the nearest token first."""
 
-    def __init__(self, texts: Sequence[ArrayLike]) -> None:
+    def __init__(self, texts: Sequence[ArrayLike], cached: bool = True) -> None:
+        """``cached``: whether a large suffix array is cached."""
         parts = [np.append(np.asarray(text, np.int64) + 1, 0) for text in texts]
         tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
         end = np.zeros(REACH, np.int64)
         backwards = np.append(tokens[::-1], end)
-        order = _cached_order(backwards) if len(tokens) > LARGE else _suffix_array(backwards)
+        order = _cached_order(backwards) if cached and len(tokens) > LARGE else _suffix_array(backwards)
         self.tokens = np.append(tokens, end).astype(np.int32).data
         self._order = (len(tokens) - order[order < len(tokens)]).astype(np.int32).data
         self._backwards = backwards.astype(">u4").tobytes()
@@ -189,18 +190,30 @@ def read(path: Path) -> list[np.ndarray]:
         if (file.metadata() or {}).get("format") != FORMAT:
             raise ConfigError(f"{path} is not a datastore: run forerun tune")
         tokens, lengths = (file.get_tensor(name) for name in ("tokens", "lengths"))
+    try:
+        return split(tokens, lengths)
+    except ValueError as error:
+        raise ConfigError(f"the datastore {path} is damaged: {error}") from error
+
+
+def split(tokens: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """The texts that ``flat`` joined. Raises ValueError for anything else."""
     if {tokens.dtype.kind, lengths.dtype.kind} - {"i", "u"} or {tokens.ndim, lengths.ndim} != {1}:
-        raise ConfigError(f"the datastore {path} is damaged: it holds no lists of whole numbers")
+        raise ValueError("it holds no lists of whole numbers")
     if not 0 <= lengths.min(initial=0) <= lengths.max(initial=0) <= len(tokens) or lengths.sum() != len(tokens):
-        raise ConfigError(f"the datastore {path} is damaged: its lengths are not those of its texts")
+        raise ValueError("its lengths are not those of its texts")
     return np.split(tokens, np.cumsum(lengths)[:-1])
+
+
+def flat(texts: Sequence[ArrayLike]) -> dict[str, np.ndarray]:
+    """The token ids of all texts, and the length of each."""
+    parts = [np.asarray(text, np.int64) for text in texts]
+    tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
+    kind = np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32
+    return {"tokens": tokens.astype(kind), "lengths": np.array([len(part) for part in parts], np.int32)}
 
 
 def save(path: Path, texts: Sequence[ArrayLike]) -> None:
     """Writes the token ids of each text for ``Datastore.load``."""
-    parts = [np.asarray(text, np.int64) for text in texts]
-    tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
-    kind = np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32
-    lengths = np.array([len(part) for part in parts], np.int32)
-    save_file({"tokens": tokens.astype(kind), "lengths": lengths}, path, metadata={"format": FORMAT})
+    save_file(flat(texts), path, metadata={"format": FORMAT})
     let_read(path)

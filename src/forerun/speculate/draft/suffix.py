@@ -281,10 +281,12 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         self.past = PastOutputs(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
         self.has_evidence = not config.branches
         self.used: dict[int, tuple[TextBlock, int]] = {}
-        self.store: Datastore | None = None
+        self.stores: list[Datastore] = []
         if config.datastore is not None:
             vocab_size = context.target.info.vocab_size
-            self.store = Datastore.load(Path(config.datastore), vocab_size, context.tokenizer)
+            self.stores.append(Datastore.load(Path(config.datastore), vocab_size, context.tokenizer))
+        if context.memory is not None and context.memory.store is not None:
+            self.stores.append(context.memory.store)
 
     def new_index(self) -> Text:
         return Text()
@@ -293,8 +295,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         reach = self.config.suffix_decoding_max_tree_depth
         matches: list[Match | DatastoreMatch] = [index.match(tail)]
         matches += [block.match(sequence.id, index.seen, tail, reach) for block in self.past.blocks]
-        if self.store is not None:
-            matches.append(self.store.match([*index.seen[-reach:], *tail], reach))
+        matches += [store.match([*index.seen[-reach:], *tail], reach) for store in self.stores]
         best, most, chosen = Draft(), 0.0, None
         for match in matches:
             for _ in range(1 + SHORTER_MATCHES):
