@@ -147,7 +147,7 @@ class Adaptive(LengthPolicy):
             self._planned = seconds
             self._planning += 0.2 * (seconds - self._planning)
             per_round = len(sequences) / max(plan.rate, 1e-9) * (table.level or 1.0)
-            # A trial is bounded by what it may cost, and a check must not end in the middle of a plan.
+            # A trial lasts as long as it was paid for, and a plan that is made during a check ends with it.
             most = self.TRIAL if plan.trial else self._checking if self._checking > 0 else self.ROUNDS
             plan.rounds_left = max(1, min(int(self._planning / (self.PLANNING * per_round)), most))
         plan.rounds_left -= 1
