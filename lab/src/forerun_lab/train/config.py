@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,25 +83,11 @@ class RunConfig:
     progress: bool = option(True, "Show progress bars.")
 
     def settings(self) -> LoopSettings:
-        """The settings of the training loop."""
-        return LoopSettings(
-            out=self.out / "run",
-            tokens=self.tokens,
-            batch_tokens=self.batch_tokens,
-            micro_tokens=min(self.batch_tokens, 4096),
-            length=min(self.length, self.shape.positions),
-            long_length=self.shape.positions,
-            long_share=self.long_share,
-            decay_share=self.decay_share,
-            matrix_lr=self.matrix_lr,
-            lr=self.lr,
-            seed=self.seed,
-            threads=self.threads,
-            resume=self.resume,
-            pause_file=self.pause_file,
-            eval_tokens=self.eval_tokens,
-            progress=self.progress,
-        )
+        """The settings of the training loop: options of the same name, and what follows from others."""
+        same = {item.name: getattr(self, item.name) for item in fields(LoopSettings) if hasattr(self, item.name)}
+        same |= {"length": min(self.length, self.shape.positions), "long_length": self.shape.positions}
+        same |= {"out": self.out / "run", "micro_tokens": min(self.batch_tokens, 4096)}
+        return LoopSettings(**same)
 
     def recipe(self) -> dict[str, Any]:
         """The options that the result depends on, for the record beside the weights."""
