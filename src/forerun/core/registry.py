@@ -26,7 +26,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.group = group
         self._home = home
-        self._of_lab = of_lab
+        self._of_lab = tuple(of_lab)  # a name may be anything, hashable or not
         self._names = frozenset(names)
         self._items: dict[str, type[T]] = {}
 
