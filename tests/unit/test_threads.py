@@ -18,6 +18,7 @@ from forerun import LLM, ConfigError, RequestError, SamplingParams, kernels
 from forerun.cli.console import set_threads
 from forerun.core import threads as module
 from forerun.core.threads import CoresLeft, Threads, usable_cores
+from forerun.engine import engine
 from refusals import refused
 
 ROOT = str(Path(forerun.__file__).parent)
@@ -266,6 +267,18 @@ def test_the_best_of_many_counts():
     assert policy.counts[policy.home] == 2
 
 
+def test_a_probe_leaves_out_prompts():
+    threads = Threads(2)
+    used = []
+    for number in range(400):
+        long = number % 10 == 0  # a prompt before each answer of nine tokens
+        count = threads.begin(1500 if long else 1)
+        used.append((long, count))
+        threads.observe(1500 if long else 1, (4.0 if long else 0.005) * 2 / count)
+    assert {count for long, count in used if long} == {2}
+    assert {count for long, count in used if not long} == {1, 2}
+
+
 def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
     """Ticks of 10 ms: others computed for 50 of 100 ms, lower priorities for 40, and this process for 30."""
     stat, now = tmp_path / "stat", [5.0]
@@ -419,3 +432,49 @@ def test_engines_in_two_threads_do_not_change_each_others_number():
     thread.join()
     assert seen == [usual + 2, usual]
     assert kernels.threads() == usual
+
+
+def test_torch_leaves_the_cores_to_the_kernels(two_threads):
+    usual = torch.get_num_threads()
+    seen = []
+
+    def other():
+        torch.zeros(3).sum()
+        seen.append(torch.get_num_threads())
+
+    with kernels.on_threads(usual + 1, alone=True):
+        assert (torch.get_num_threads(), kernels.threads()) == (1, usual + 1)
+        with kernels.all_torch_threads():
+            assert torch.get_num_threads() == usual
+        assert torch.get_num_threads() == 1
+        thread = threading.Thread(target=other)  # whose number is its own
+        thread.start()
+        thread.join()
+    with kernels.on_threads(usual + 1), kernels.all_torch_threads():
+        assert torch.get_num_threads() == usual
+    assert (seen, torch.get_num_threads()) == ([usual], usual)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("path", "expected"), [("native", 1), ("hf", 2)])
+def test_an_engine_whose_layers_are_compiled_keeps_torch_to_one_thread(
+    tiny_target, monkeypatch, two_threads, path, expected
+):
+    seen = set()
+    original = engine.speculate
+
+    def speculate(*arguments):
+        seen.add(torch.get_num_threads())
+        return original(*arguments)
+
+    monkeypatch.setattr(engine, "speculate", speculate)
+    LLM(tiny_target, model_path=path, speculative_config=None).generate(["a"], SamplingParams(max_tokens=3))
+    assert seen == {expected}
+    assert torch.get_num_threads() == 2

@@ -25,6 +25,8 @@ GAIN = 0.93
 """Another count is taken if its rounds take at most this share of the present one's time."""
 SPIKE = 4.0
 """A round of so many times the usual time makes fewer threads be tried at once."""
+LONG = 4.0
+"""A probe leaves out rounds of so many times the recent ones' time."""
 RECENT, USUAL = 1 / 16, 1 / 8
 """Weights of a round in the mean cost, and in the usual time of its size."""
 WINDOW, STALE = 0.1, 1.0
@@ -158,7 +160,11 @@ class Threads:
         """Seconds by the bit length of the number of rows, outliers clipped."""
         self.cost = 1.0
         """Mean cost of recent rounds at home."""
+        self.seconds = 0.0
+        """Mean of recent rounds at home."""
         self.probing: int | None = None
+        self._waits = False
+        """Whether the probe leaves out the present round."""
         self.costs: list[float] = []
         """Costs of the probe's rounds."""
         self.waits = {-1: float(FIRST), 1: float(FIRST)}
@@ -167,7 +173,14 @@ class Threads:
     @property
     def count(self) -> int:
         """Threads of the next round."""
-        return self.counts[self.home if self.probing is None else self.probing]
+        return self.counts[self.home if self.probing is None or self._waits else self.probing]
+
+    def begin(self, rows: int) -> int:
+        """Threads of a round of at least so many rows. A probe leaves out rounds that take much longer than recent
+        ones: a whole prompt on half of the threads costs more than all probes may."""
+        usual = self.usual.get(rows.bit_length())
+        self._waits = self.probing is not None and (usual is None or usual > LONG * self.seconds)
+        return self.count
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learns the time of a round of ``rows`` rows at ``count`` threads."""
@@ -177,16 +190,22 @@ class Threads:
             return
         kind = rows.bit_length()
         usual = self.usual.get(kind)
-        if self.probing is not None:
+        if self.probing is not None and not self._waits:
             if usual is not None:
                 self._probe(seconds / usual)
             return
+        if 0.0 < self.seconds < 2 * seconds:
+            self.seconds += RECENT * (min(seconds, 2 * self.seconds) - self.seconds)
+        else:  # the first round, or short ones after a prompt
+            self.seconds = seconds
         if usual is None:
             self.usual[kind] = seconds
             return
         cost = seconds / usual
         self.usual[kind] = usual + USUAL * (min(seconds, 2 * usual) - usual)
         self.cost += RECENT * (cost - self.cost)
+        if self.probing is not None:
+            return
         for side in self.waits:
             self.waits[side] -= cost
         if cost > SPIKE and self.home > 0:

@@ -138,7 +138,9 @@ class Engine:
             on_admit=_weak(self._admitted),
             on_preempt=_weak(self._preempted),
         )
-        self.threads = self._threads()  # last: it looks at what the layers have become
+        self._compiled = getattr(model, "fused", None) is not None
+        """Whether our kernels compute all layers of the model."""
+        self.threads = self._threads()
         self._choose_graphs()
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}
@@ -147,11 +149,11 @@ class Engine:
         self._ids = itertools.count()
 
     def _threads(self) -> Threads:
-        """The configured number of CPU threads. "auto" adapts it if our kernels compute all layers of the model."""
+        """The configured number of CPU threads. "auto" adapts it if kernels compute all layers."""
         count = check_threads(self.config.threads)
         if count is not None:
             return Threads(count, fixed=True)
-        adapts = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
+        adapts = self._compiled and self.config.tensor_parallel_size == 1
         most = min(torch.get_num_threads(), usable_cores() if adapts else MOST_THREADS)
         return Threads(most, fixed=not adapts, cores_left=CoresLeft())
 
@@ -355,8 +357,8 @@ class Engine:
         if not sequences:
             return []
         prefilling = {s.id for s in sequences if s.scheduled > 1 or not s.num_output}
-        self.stats.threads = self.threads.count
-        with kernels.on_threads(self.threads.count):
+        self.stats.threads = self.threads.begin(sum(sequence.scheduled for sequence in sequences))
+        with kernels.on_threads(self.stats.threads, alone=self._compiled):
             result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
         if any(verdict.error == NAN for verdict in result.verdicts):

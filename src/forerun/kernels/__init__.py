@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -325,14 +325,42 @@ if hasattr(os, "register_at_fork"):
 _local = threading.local()
 
 
+_set_openmp_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+"""Sets the number for the calling thread alone; ``torch.set_num_threads`` sets it for threads that start later, too."""
+
+
 @contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """Within, kernels of this thread (not torch) compute on ``count`` threads, which changes no bit."""
-    before, _local.threads = getattr(_local, "threads", None), count
+def on_threads(count: int, *, alone: bool = False) -> Iterator[None]:
+    """Within, kernels of this thread (not torch) compute on ``count`` threads, which changes no bit.
+
+    ``alone``: torch computes on one. OpenMP's threads spin for milliseconds after each operation of torch's, on the
+    cores that the kernels' threads need.
+    """
+    before = getattr(_local, "threads", None), getattr(_local, "torch", None)
+    _local.threads, _local.torch = count, torch.get_num_threads() if alone else None
+    try:
+        with _torch_threads(1 if alone else None):
+            yield
+    finally:
+        _local.threads, _local.torch = before
+
+
+def all_torch_threads() -> AbstractContextManager[None]:
+    """Within ``on_threads(count, alone=True)``, torch computes on its own number of threads again."""
+    return _torch_threads(getattr(_local, "torch", None))
+
+
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if _set_openmp_threads is None or count is None or count == before:
+        yield
+        return
+    _set_openmp_threads(count)
     try:
         yield
     finally:
-        _local.threads = before
+        _set_openmp_threads(before)
 
 
 def threads() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forerun import kernels
 from forerun.attention.base import Attention, Backend, Metadata, Query
 from forerun.attention.kernel import can_attend
 from forerun.cache.states import States
@@ -69,11 +70,12 @@ class TiledModel(ABC):
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
         """``feed`` in pieces that fit; row counts are found again when the number of threads changes."""
-        if self.tiles is None:
-            return self.feed(batch, attention)
-        if self.tiles.threads != torch.get_num_threads():
-            self.tiles = self.find()
-        return self.tiles.forward(self.feed, batch, attention)
+        with kernels.all_torch_threads():
+            if self.tiles is None:
+                return self.feed(batch, attention)
+            if self.tiles.threads != torch.get_num_threads():
+                self.tiles = self.find()
+            return self.tiles.forward(self.feed, batch, attention)
 
     def find(self) -> Tiles:
         """The row counts to use at the present number of threads. They are (1,), each row alone, where the work depends

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forerun import kernels
 from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
@@ -132,7 +133,7 @@ class Learner:
             return
         self.due_tokens -= self.options.every
         began = self.clock()
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with kernels.all_torch_threads(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]):
             torch.manual_seed(self.steps)
             self._step()
         self.steps += 1
