@@ -120,7 +120,7 @@ def handlers():
 def cpu_attention(request, monkeypatch):
     """Caches made in the test attend through our kernel where it is here, then through torch."""
     if request.param == "torch":
-        monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
+        monkeypatch.setattr("forerun.models.run.base.can_attend", lambda *_: False)
 
 
 @pytest.fixture(scope="session")
