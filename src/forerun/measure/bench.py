@@ -207,7 +207,7 @@ def table(
 def _compare_with_chains(rows: Sequence[dict[str, Any]]) -> None:
     """Add ``over_chain``: a tree's tokens per round over those of the same drafter's chain of equal depth."""
 
-    def key(row: dict[str, Any]) -> tuple:
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in ("method", "accept", "length", "num_speculative_tokens"))
 
     chains = {key(row): row["tokens_per_round"] for row in rows if row.get("tree") is None}

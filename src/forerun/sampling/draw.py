@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ def argmax(scores: torch.Tensor) -> tuple[list[float], list[int]]:
     return tops, indices
 
 
-def to_host(*tensors: torch.Tensor) -> list[list]:
+def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     """The values of several vectors, in one transfer from the device."""
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]

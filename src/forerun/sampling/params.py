@@ -53,7 +53,7 @@ BEAM_LIMITS = {
 }
 
 
-def _tuple(name: str, value: Any) -> tuple:
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, (Sequence, Set)):

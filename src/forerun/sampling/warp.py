@@ -12,6 +12,7 @@ import torch
 from forerun.core.request import RequestState
 from forerun.kernels import gpu
 from forerun.sampling import compiled
+from forerun.sampling.params import SamplingParams
 
 NEG_INF = float("-inf")
 
@@ -172,7 +173,7 @@ def _penalise(logits: torch.Tensor, row: Row) -> None:
         logits -= params.presence_penalty * (counts > 0)
 
 
-def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
+def _filter(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """min-p, then top-k, then top-p: other tokens become -inf. Ties with the last kept token are kept."""
     device = logits.device
     size = logits.shape[1]

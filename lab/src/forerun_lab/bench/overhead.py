@@ -139,7 +139,7 @@ class ServedRun:
     arrivals: Arrivals
 
 
-def served(engine: Engine, bodies: Sequence[dict], streams: int) -> ServedRun:
+def served(engine: Engine, bodies: Sequence[dict[str, Any]], streams: int) -> ServedRun:
     """The same through a server in this process and a client in another. Raises ForerunError if the client fails."""
     asynchronous = ArrivalRecorder(engine)
     app = create_app(asynchronous, ServerOptions())

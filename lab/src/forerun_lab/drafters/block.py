@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
         rows = [self.chooser.row(sequence, [0] * level) for level in range(depth)]
         ids, logs = self.chooser.rank(logits[:depth], rows, min(self.config.tree_nodes, 16))
 
-        def source(level: int):
+        def source(level: int) -> Iterator[tuple[int, float, int]]:
             return ((token, log_q, level + 1) for token, log_q in zip(ids[level], logs[level]))
 
         return depth_first(best_first(source, 0, self.config.tree_nodes, depth))

@@ -6,7 +6,7 @@ automaton, an adjacency table, or a head's distribution per depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
@@ -111,9 +111,9 @@ def best_first(source: Continuations[S], root: S, nodes: int, depth: int, floor:
     order.
     """
     order = count()
-    heap: list[tuple] = []
+    heap: list[tuple[float, int, float, int, int, Iterator[tuple[int, float, S]], int, S]] = []
 
-    def push_next(parent_score: float, parent: int, level: int, siblings) -> None:
+    def push_next(parent_score: float, parent: int, level: int, siblings: Iterator[tuple[int, float, S]]) -> None:
         for token, log_q, state in siblings:
             score = parent_score + log_q
             if score >= floor:
