@@ -100,7 +100,7 @@ class BenchConfig:
         if self.prompt_set not in SETS and self.prompt_set not in WRITTEN:
             raise ConfigError(f"unknown prompt set {self.prompt_set!r}: choose one of {', '.join([*SETS, *WRITTEN])}")
         if self.prompt_set in WRITTEN and self.random_shape is not None:
-            raise ConfigError("prompt_set {self.prompt_set} needs a real model: remove random_shape")
+            raise ConfigError(f"prompt_set {self.prompt_set} needs a real model: remove random_shape")
         if self.execute and self.prompt_set != HUMANEVAL:
             raise ConfigError(f"execute needs prompt_set {HUMANEVAL}")
         own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
