@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from chat_model import save_chat_model
-from pages import DESKTOP, SECONDS, visit
+from pages import DESKTOP, SECONDS, settle, visit
 from running import run_server
 
 from forerun import LLM
@@ -86,7 +86,7 @@ def talk(browser, talking, request):
     """A conversation, on a desktop's size unless the test says otherwise."""
     with visit(browser, talking.url, getattr(request, "param", DESKTOP)) as page:
         expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
-        page.fill("#max_tokens", "24")
+        settle(page, max_tokens=24)
         yield page
 
 
@@ -97,5 +97,5 @@ def page(browser, bundled, request):
         expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
         page.click("#tab_complete")
         page.fill("#prompt", "def read_lines(path):\n")
-        page.fill("#max_tokens", "60")
+        settle(page, max_tokens=60)
         yield page

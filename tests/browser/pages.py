@@ -29,13 +29,24 @@ def visit(browser, url, options):
         "console",
         lambda said: problems.append(said.text) if said.type == "error" and not REFUSED.search(said.text) else None,
     )
-    page.on("request", lambda sent: None if sent.url.startswith((url, "data:")) else problems.append(sent.url))
+    page.on(
+        "request",
+        lambda sent: None if sent.url.startswith((url, "data:", f"blob:{url}")) else problems.append(sent.url),
+    )
     page.goto(url)
     yield page
     width = page.evaluate("document.documentElement.scrollWidth")
     context.close()
     assert problems == []
     assert width <= options["viewport"]["width"]
+
+
+def settle(page, **options):
+    """The same answer every time, and the colours of its tokens."""
+    expect(page.locator("#temperature")).not_to_have_value("", timeout=20 * SECONDS)
+    for name, value in {"temperature": 0, "min_p": "", "seed": 7, **options}.items():
+        page.fill(f"#{name}", str(value))
+    page.check("#coloured")
 
 
 def ended(page):
@@ -66,6 +77,28 @@ def shown(page, answer=-1):
         .nth(answer)
         .evaluate(f"e => [...e.querySelectorAll('{selector}')].map(item => [item.textContent, item.className])")
     )
+
+
+def contrast(page, selector):
+    """WCAG's contrast ratio of an element's text with what is behind it."""
+    colours = page.evaluate(
+        """selector => {
+          const element = document.querySelector(selector);
+          let back = element;
+          const transparent = c => c === 'rgba(0, 0, 0, 0)' || c === 'transparent';
+          while (transparent(getComputedStyle(back).backgroundColor) && back.parentElement) back = back.parentElement;
+          return [getComputedStyle(element).color, getComputedStyle(back).backgroundColor];
+        }""",
+        selector,
+    )
+
+    def luminance(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+    light, dark = sorted(map(luminance, colours), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
 
 
 def screenshot(page, name):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, ended, run, screenshot, shown
+from pages import DESKTOP, PHONE, SECONDS, contrast, ended, run, screenshot, shown
 from playwright.sync_api import expect
 
 DARK_PHONE = {**PHONE, "color_scheme": "dark"}
@@ -13,28 +13,6 @@ CALM_PHONE = {**PHONE, "reduced_motion": "reduce"}
 def body(prompt="def read_lines(path):\n", **options):
     """What the page asks for, in one piece."""
     return {"prompt": prompt, "temperature": 0, "seed": 7, "max_tokens": 60, "speculative": {"trace": True}, **options}
-
-
-def contrast(page, selector):
-    """WCAG's contrast ratio of an element's text with what is behind it."""
-    colours = page.evaluate(
-        """selector => {
-          const element = document.querySelector(selector);
-          let back = element;
-          const transparent = c => c === 'rgba(0, 0, 0, 0)' || c === 'transparent';
-          while (transparent(getComputedStyle(back).backgroundColor) && back.parentElement) back = back.parentElement;
-          return [getComputedStyle(element).color, getComputedStyle(back).backgroundColor];
-        }""",
-        selector,
-    )
-
-    def luminance(colour):
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
-
-    light, dark = sorted(map(luminance, colours), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_a_run_streams_and_colours(page, bundled):

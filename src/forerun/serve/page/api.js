@@ -21,6 +21,11 @@ export async function servedModel(key) {
   return (await (await send("/v1/models", key, {})).json()).data[0];
 }
 
+// The model's own sampling settings.
+export async function ownSettings(key) {
+  return (await (await send("/props", key, {})).json()).default_generation_settings.params;
+}
+
 function ask(request, key, signal) {
   const path = request.messages ? "/v1/chat/completions" : "/v1/completions";
   return send(path, key, { method: "POST", body: JSON.stringify(request), signal });

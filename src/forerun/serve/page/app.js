@@ -1,15 +1,20 @@
 // The playground: a conversation, or a text to continue; one request at a time.
 
 import { Answer } from "/page/answer.js";
-import { servedModel } from "/page/api.js";
+import { ownSettings, servedModel } from "/page/api.js";
 import { drawPositions, drawRounds, drawSpeeds } from "/page/charts.js";
-import { asked, clearErrors, offer, showError } from "/page/options.js";
+import { button, make } from "/page/elements.js";
+import { create, keep, list, open, opened } from "/page/kept.js";
+import { asked, clearErrors, MOST_CONTINUED, offer, showError, tools } from "/page/options.js";
 import { decode, Run } from "/page/run.js";
 
 const $ = (id) => document.getElementById(id);
-const turns = []; // {text, answer, element} of the conversation
+const turns = []; // {messages, answer, element} of the conversation; messages: of the user, or of tools
+let conversation = create();
 let busy = null; // {controller, done} of what is in progress
 let model = null;
+
+const COLOURS = "forerun.colours";
 
 const key = () => $("key").value;
 const chatting = () => !$("chat").hidden;
@@ -21,10 +26,11 @@ const say = (text) => ($("status").textContent = text);
 async function load() {
   model = await servedModel(key());
   $("model").textContent = `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens of context`;
-  offer(model);
+  offer(model, await ownSettings(key()));
   $("tab_chat").disabled = !model.chat_template;
   $("chat_note").hidden = model.chat_template;
   choose(model.chat_template ? "chat" : "complete");
+  toEnd();
 }
 
 function choose(mode) {
@@ -33,11 +39,14 @@ function choose(mode) {
     $(`tab_${name}`).setAttribute("aria-selected", name === mode);
     $(`tab_${name}`).tabIndex = name === mode ? 0 : -1;
   }
-  $("system_field").hidden = mode !== "chat";
-  offerFresh();
+  for (const name of ["system_field", "tools_field", "list"]) $(name).hidden = mode !== "chat";
+  $("max_tokens").placeholder = mode === "chat" ? "the context" : MOST_CONTINUED;
+  refresh();
   clearErrors();
   measure(chatting() ? turns.at(-1)?.answer : completed);
 }
+
+const colour = () => document.body.classList.toggle("colours", $("coloured").checked);
 
 // --- one thing at a time
 
@@ -137,17 +146,16 @@ function newAnswer(request, options) {
 
 // --- the conversation
 
-function history(text) {
-  const messages = turns.flatMap((turn) => [
-    { role: "user", content: turn.text },
-    { role: "assistant", content: turn.answer.run.text },
-  ]);
+function history(before) {
   const system = $("system").value.trim();
-  return [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }];
+  const messages = before.flatMap((turn) => [...turn.messages, turn.answer.run.message]);
+  return [...(system ? [{ role: "system", content: system }] : []), ...messages];
 }
 
 // How far the conversation goes on behind the box for messages.
 const beyond = () => $("turns").getBoundingClientRect().bottom - $("composer").getBoundingClientRect().top;
+
+const toEnd = () => turns.length && scrollBy({ top: Math.max(0, beyond()), behavior: "instant" });
 
 // Does `change`; whoever was reading the end of the conversation still does afterwards.
 function atEnd(change) {
@@ -156,62 +164,128 @@ function atEnd(change) {
   if (reading && beyond() > 0) scrollBy({ top: beyond(), behavior: "instant" });
 }
 
-async function send(text) {
+function newTurn(request, messages) {
+  const turn = { messages, element: make("div", "turn") };
+  turn.answer = newAnswer(request, {
+    again: () => send(messages, turn),
+    reply: (results) => send(results, turns[turns.indexOf(turn) + 1]),
+  });
+  turn.element.append(...messages.map((message) => question(turn, message)), turn.answer.element);
+  return turn;
+}
+
+function question(turn, { role, content }) {
+  const element = make("div", "asked");
+  element.append(make("p", role === "tool" ? "question result" : "question", content));
+  if (role === "user") element.append(button("Edit", () => edit(turn, element)));
+  return element;
+}
+
+// Another message in the place of one; the conversation goes on from there.
+function edit(turn, element) {
+  const form = make("form", "edit"), field = make("textarea"), actions = make("div", "actions");
+  const before = [...element.children];
+  field.value = turn.messages[0].content;
+  field.rows = Math.min(12, field.value.split("\n").length + 1);
+  field.setAttribute("aria-label", "Message");
+  const done = Object.assign(make("button", "", "Send"), { type: "submit" });
+  actions.append(done, button("Cancel", () => element.replaceChildren(...before)));
+  form.append(field, actions);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!field.value.trim()) return field.focus();
+    element.replaceChildren(...before);
+    send([{ role: "user", content: field.value }], turn);
+  });
+  element.replaceChildren(form);
+  field.focus();
+}
+
+// Sends messages of the user, or results of tools: in the place of `turn` and what follows it, if that is given.
+async function send(messages, turn = null) {
   await occupy(async (signal) => {
-    const answer = newAnswer({ ...asked(), messages: history(text) }, { again: () => again(turn) });
-    const element = document.createElement("div");
-    element.className = "turn";
-    const question = Object.assign(document.createElement("p"), { className: "question", textContent: text });
-    element.append(question, answer.element);
-    const turn = { text, answer, element };
-    $("welcome").hidden = true;
-    $("turns").append(element);
-    turns.push(turn);
-    $("message").value = "";
-    scrollBy({ top: Math.max(0, beyond()), behavior: "instant" });
+    const at = turns.includes(turn) ? turns.indexOf(turn) : turns.length;
+    const added = newTurn({ ...asked(), ...tools(), messages: [...history(turns.slice(0, at)), ...messages] }, messages);
+    const dropped = turns.splice(at, Infinity, added);
+    for (const each of dropped) each.element.remove();
+    $("turns").append(added.element);
+    if (!turn && messages[0].role === "user") $("message").value = "";
+    toEnd();
     try {
-      await stream(answer, signal, atEnd);
+      refresh();
+      await stream(added.answer, signal, atEnd);
     } finally {
-      if (!answer.run.tokens.length) takeBack(turn);
-      offerFresh();
+      if (added.answer.run.tokens.length) keepTurns();
+      else takeBack(added, dropped);
+      refresh();
     }
   });
 }
 
-const offerFresh = () => ($("fresh").hidden = !chatting() || !turns.length);
-
-// A turn that leaves the conversation; its message can be sent once more.
-function takeBack(turn) {
-  for (const dropped of turns.splice(turns.indexOf(turn))) dropped.element.remove();
-  $("message").value ||= turn.text;
+// What there is to do with the conversation as it is.
+function refresh() {
+  $("fresh").hidden = !chatting() || !turns.length;
   $("welcome").hidden = turns.length > 0;
+}
+
+// A turn that came to nothing: what it replaced is there again, and its message can be sent once more.
+function takeBack(turn, dropped) {
+  turn.element.remove();
+  turns.splice(turns.indexOf(turn), 1, ...dropped);
+  $("turns").append(...dropped.map(({ element }) => element));
+  if (turn.messages[0].role === "user") $("message").value ||= turn.messages[0].content;
   measure(turns.at(-1)?.answer);
 }
 
-async function again(turn) {
+function keepTurns() {
+  const system = $("system").value.trim();
+  const begun = turns.filter(({ answer }) => answer.run.tokens.length || answer.line);
+  const saved = begun.map(({ messages, answer }) => ({ messages, answer: answer.kept() }));
+  conversation = { ...conversation, system, updated: Date.now(), turns: saved };
+  open(conversation.id);
+  const full = new Error("This browser's storage is full: delete a conversation to keep this one.");
+  if (!keep(conversation)) showError(full, $("message"));
+}
+
+// Shows a conversation that was kept, or a new one.
+async function show(next) {
   busy?.controller.abort();
   await busy?.done;
-  const draft = $("message").value;
-  takeBack(turn);
-  await send(turn.text);
-  $("message").value ||= draft;
+  conversation = next;
+  open(conversation.id);
+  if (conversation.turns.length) $("system").value = conversation.system;
+  turns.splice(0);
+  for (const { messages, answer } of conversation.turns) {
+    const turn = newTurn({ ...answer.request, messages: [...history(turns), ...messages] }, messages);
+    turn.answer.restore(answer);
+    turns.push(turn);
+  }
+  $("turns").replaceChildren(...turns.map(({ element }) => element));
+  refresh();
+  clearErrors();
+  measure(turns.at(-1)?.answer);
+  toEnd();
 }
 
 async function startAnew() {
-  busy?.controller.abort();
-  await busy?.done;
-  const draft = $("message").value;
-  if (turns.length) takeBack(turns[0]);
-  $("message").value = draft;
-  offerFresh();
-  clearErrors();
+  await show(create());
   say("A new conversation.");
   $("message").focus();
 }
 
+const showList = () =>
+  list(conversation.id, {
+    choose: show,
+    change(id, title) {
+      if (id !== conversation.id) return;
+      if (title === null) show(create());
+      else conversation.title = title;
+    },
+  });
+
 function sendMessage() {
   const text = $("message").value;
-  if (text.trim()) send(text);
+  if (text.trim()) send([{ role: "user", content: text }]);
   else $("message").focus();
 }
 
@@ -222,7 +296,7 @@ let completed = null;
 const complete = () =>
   occupy(async (signal) => {
     const prompt = $("prompt").value;
-    const answer = newAnswer({ ...asked(), prompt }, { prompt });
+    const answer = newAnswer({ max_tokens: MOST_CONTINUED, ...asked(), prompt }, { prompt });
     const before = completed;
     completed = answer;
     $("completion").replaceChildren(answer.element);
@@ -244,14 +318,21 @@ $("composer").addEventListener("submit", (event) => (event.preventDefault(), sen
 $("continuing").addEventListener("submit", (event) => (event.preventDefault(), complete()));
 for (const button of document.querySelectorAll(".stop")) button.addEventListener("click", () => busy?.controller.abort());
 for (const button of document.querySelectorAll("#welcome button")) {
-  button.addEventListener("click", () => send(button.textContent));
+  button.addEventListener("click", () => send([{ role: "user", content: button.textContent }]));
 }
 $("fresh").addEventListener("click", startAnew);
+$("list").addEventListener("click", showList);
 for (const name of ["chat", "complete"]) $(`tab_${name}`).addEventListener("click", () => choose(name));
 $("tabs").addEventListener("keydown", (event) => {
   if (!["ArrowLeft", "ArrowRight"].includes(event.key) || !model?.chat_template) return;
   choose(chatting() ? "complete" : "chat");
   $("tabs").querySelector("[aria-selected=true]").focus();
+});
+addEventListener("pagehide", () => busy && turns.length && keepTurns());
+$("coloured").checked = localStorage.getItem(COLOURS) === "1";
+$("coloured").addEventListener("change", () => {
+  localStorage.setItem(COLOURS, $("coloured").checked ? "1" : "0");
+  colour();
 });
 $("rejects").addEventListener("change", () => document.body.classList.toggle("show-rejected", $("rejects").checked));
 $("message").addEventListener("keydown", (event) => {
@@ -262,7 +343,7 @@ $("message").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) chatting() ? sendMessage() : complete();
-  if (event.key === "Escape") busy?.controller.abort();
+  if (event.key === "Escape" && !$("kept").open) busy?.controller.abort();
 });
 
 function connect() {
@@ -274,4 +355,5 @@ function connect() {
   });
 }
 $("key").addEventListener("change", connect);
-connect();
+colour();
+show(opened() ?? conversation).then(connect);

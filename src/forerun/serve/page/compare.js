@@ -1,6 +1,7 @@
 // The same request with and without speculation, again and again, in turns: one pair alone would be noise.
 
 import { answerOf } from "/page/api.js";
+import { whole } from "/page/run.js";
 
 export const PAIRS = 5;
 
@@ -12,7 +13,7 @@ export function median(values) {
 
 async function time(request, key, signal) {
   const { choices, metrics } = await answerOf(request, key, signal);
-  return { text: choices[0].text ?? choices[0].message.content, speed: metrics.tokens_per_second };
+  return { text: choices[0].text ?? whole(choices[0].message), speed: metrics.tokens_per_second };
 }
 
 // Speeds in tokens/s, pair by pair, and how many of all the texts, `shown` among them, differ from it. Neither traced

@@ -2,6 +2,8 @@
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens"];
+const MILD = { temperature: 0.7, min_p: 0.05 };
+export const MOST_CONTINUED = 256; // tokens: models without a template seldom end
 let drafters = {}; // the server's, by method
 
 export class FieldError extends Error {
@@ -11,7 +13,10 @@ export class FieldError extends Error {
   }
 }
 
-export function offer(model) {
+// `own` are the model's own settings; a model without any gets mild ones.
+export function offer(model, own) {
+  for (const name of NUMBERS) if (name in own) $(name).placeholder = own[name];
+  for (const [name, value] of Object.entries(Object.keys(own).length ? {} : MILD)) $(name).value ||= value;
   drafters = model.speculative;
   $("method").replaceChildren(...[...Object.keys(drafters), "none"].map((name) => new Option(name, name)));
   offerLengths();
@@ -46,6 +51,17 @@ export function asked() {
   if (length !== undefined) request.speculative.num_speculative_tokens = length;
   request.speculative.trace = true;
   return request;
+}
+
+// The tools that a conversation offers.
+export function tools() {
+  const text = $("tools").value.trim();
+  if (!text) return {};
+  try {
+    return { tools: JSON.parse(text) };
+  } catch (error) {
+    throw new FieldError($("tools"), `must be JSON: ${error.message}`);
+  }
 }
 
 // Fields are compared with the server's `param`, which may name more (stop.0) or less (structured_outputs) than they.

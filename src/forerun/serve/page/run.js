@@ -19,9 +19,15 @@ function listed(logprobs) {
   }));
 }
 
+// All that an answer says, as a text to compare.
+export const whole = ({ content, reasoning_content, tool_calls }) =>
+  [reasoning_content, content, ...(tool_calls ?? []).map((call) => JSON.stringify(call.function))].join("");
+
 export class Run {
   constructor() {
-    this.text = "";
+    this.text = this.reasoning = "";
+    this.calls = []; // of tools, as a message has them
+    this.told = []; // rounds as the server tells them
     this.rounds = [];
     this.tokens = [];
     this.positions = []; // of the drafts: how many were that long, how many were accepted so far
@@ -32,6 +38,7 @@ export class Run {
   }
 
   add(told) {
+    this.told.push(told);
     const round = { number: this.rounds.length + 1, drafted: told.drafted, method: told.method };
     round.tokens = told.tokens.map(([text, kind], i) => ({ text, kind, id: told.token_ids[i], round }));
     round.rejected = told.rejected.map((text, i) => ({ text, kind: "rejected", id: told.rejected_ids[i], round }));
@@ -47,6 +54,20 @@ export class Run {
     if (this.first === null) this.first = { now, tokens: this.tokens.length };
     else this.speed = (1000 * (this.tokens.length - this.first.tokens)) / (now - this.first.now);
     return round;
+  }
+
+  // What is new of tool calls.
+  addCalls(deltas) {
+    for (const { index, id, function: { name, arguments: more } } of deltas) {
+      this.calls[index] ??= { id, type: "function", function: { name, arguments: "" } };
+      this.calls[index].function.arguments += more ?? "";
+    }
+  }
+
+  // The answer as a message of the conversation.
+  get message() {
+    const calls = this.calls.length ? { tool_calls: this.calls } : {};
+    return { role: "assistant", content: this.text, ...calls };
   }
 
   // The line under an answer.
@@ -67,6 +88,8 @@ export async function decode(request, key, signal, run, onRound) {
   for await (const event of eventsOf(request, key, signal)) {
     for (const choice of event.choices) {
       run.text += choice.text ?? choice.delta.content ?? "";
+      run.reasoning += choice.delta?.reasoning_content ?? "";
+      run.addCalls(choice.delta?.tool_calls ?? []);
       run.finish = choice.finish_reason ?? run.finish;
       const rounds = (choice.trace ?? []).map((told) => run.add(told));
       for (const found of listed(choice.logprobs)) Object.assign(run.tokens[run.known++], found);

@@ -64,12 +64,13 @@ function place() {
   tip.style.top = `${above > 8 ? above : at.bottom + 6}px`;
 }
 
-const tokenAt = (target) => (known.has(target) ? target : null);
+// Details belong to the colours: who reads only is not disturbed.
+const tokenAt = (target) => (document.body.classList.contains("colours") && known.has(target) ? target : null);
 
 // From token to token; hidden ones and those without text are passed over.
 function move(event) {
   const region = event.target.closest(".tokens");
-  if (!region || event.ctrlKey || event.metaKey || event.altKey || !(event.key in STEPS)) return;
+  if (!region || !document.body.classList.contains("colours") || event.ctrlKey || event.metaKey || event.altKey || !(event.key in STEPS)) return;
   const reached = (each) => known.has(each) && each.getClientRects().length && each.textContent;
   const tokens = [...region.children].filter(reached);
   const at = tokens.indexOf(event.target);
