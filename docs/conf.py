@@ -16,8 +16,9 @@ author = "The Forerun developers"
 copyright = author
 release = version = forerun.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
+smartquotes = False  # it would make a dash of the two hyphens of an option
 html_theme = "furo"
 html_title = f"Forerun {release}"
 html_static_path = ["figures"]

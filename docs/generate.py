@@ -300,11 +300,18 @@ def performance() -> str:
     return "\n".join(parts)
 
 
+def speeds() -> str:
+    """The table at the head of the README."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    return "\n".join(lines[begin : lines.index("", begin)]) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         commands, methods, rules, policies, engine_options, sampling_options, request_fields, metrics, architectures,
-        known_models, gguf_types, weight_forms, performance,
+        known_models, gguf_types, weight_forms, performance, speeds,
     )
 }  # fmt: skip
 

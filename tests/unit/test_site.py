@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from chat_model import save_chat_model
 
+from forerun import LLM, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.files.fetch import KNOWN
@@ -20,14 +23,18 @@ WORDS = 26_300
 """Of README and docs together."""
 
 
-@pytest.fixture(scope="module")
-def generate():
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def of_docs(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return of_docs("generate")
 
 
 @pytest.mark.slow
@@ -37,6 +44,37 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     for target in re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text(encoding="utf-8")):
         assert (tmp_path / target).is_file(), target
+    start = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "copybutton.js" in start
+    assert "pip install" in start
+    assert (tmp_path / re.findall(r'src="([^"]*answer[^"]*svg)"', start)[0]).is_file()
+    assert "<table" in start
+    assert "Forerun, plain" in start
+    dashes = [
+        page.name for page in tmp_path.rglob("*.html") if re.search(r"\u2013[a-z]", page.read_text(encoding="utf-8"))
+    ]
+    assert dashes == []  # of two hyphens before an option
+
+
+def test_the_picture_is_of_an_answer(tmp_path):
+    """The committed one has every colour; one that is made here has the answer's text. Neither loads anything."""
+    made = of_docs("picture")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with LLM(save_chat_model(tmp_path), trace=True, speculative_config=drafts) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, stop="\n\n")
+        (answer,) = llm.chat([{"role": "user", "content": "Hello"}], params, use_tqdm=False)
+        here = made.picture(llm, "Hello", 8)
+    committed = (DOCS / "figures" / "answer.svg").read_text(encoding="utf-8")
+
+    def letters(svg):
+        words = "".join(ElementTree.fromstring(svg).itertext())
+        return re.sub(r"\s", "", words)
+
+    assert re.sub(r"\s", "", answer.outputs[0].text) in letters(here)
+    assert f">{made.QUESTION}".replace(" ", "") in letters(committed)
+    assert "drafted tokens were accepted" in committed.replace("&#160;", " ")
+    for svg in (here, committed):
+        assert not re.search(r"@font-face|<image|<script|url\((?!#)", svg)
 
 
 def test_generated_parts_name_all_that_there_is(generate):
