@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from terminal import Terminal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from described import save_described
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, kernels
 from forerun.cli import console
 from forerun.core.loading import watch
 from forerun.models.files.checkpoint import weight_files
@@ -104,6 +105,20 @@ def test_the_bar_is_for_terminals(monkeypatch):
     watch.set(before)
     assert "Loading some-model" in sys.stderr.getvalue()
     assert "1.07G" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("name", ["org/model", "/a/long/way/to/a-model-whose-name-is-rather-long-q4_k_m.gguf"])
+def test_a_bar_fits_beside_its_label(monkeypatch, name):
+    """The bundled names and those of files alike, in 80 columns."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    for watched, title, total in ((console.loading, name, 96 << 30), (console.in_parts, kernels.COMPILING, 11)):
+        with watched(title, total) as advance:
+            advance(total // 3)
+    lines = re.split(r"[\r\n]+", sys.stderr.getvalue())
+    assert max(map(len, lines)) <= 80
+    assert all("%|" in line and line.split("|")[1].count(" ") >= 5 for line in lines if line.strip())
+    assert "Loading model:" in lines[1] or "Loading a-model-whose-name" in lines[1]
 
 
 def test_weights_do_not_follow_their_file(folder):

@@ -25,6 +25,8 @@ from forerun.measure.page import markdown
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files from which on its loading shows a bar."""
+MOST_OF_A_NAME = 28
+"""Characters of a model's name that leave room for a bar in 80 columns."""
 
 
 def out() -> Console:
@@ -188,7 +190,9 @@ def loading(title: str, total: int) -> Iterator[Advance]:
     """A bar on stderr of the bytes of a model's files, if they are many. Yields a function that advances it."""
     from tqdm import tqdm
 
-    title, small = f"Loading {title}", total < WORTH_A_BAR
+    name = Path(title).name
+    short = name if len(name) <= MOST_OF_A_NAME else f"{name[: MOST_OF_A_NAME - 1]}…"
+    title, small = f"Loading {short}", total < WORTH_A_BAR
     with tqdm(
         total=total, desc=title, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, disable=small
     ) as bar:
