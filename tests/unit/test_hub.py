@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
-from forerun.core.errors import ModelError
+from forerun.core.errors import ConfigError, ModelError
+from forerun.engine import auto, tuned
 from forerun.models.files.fetch import KNOWN, Known, fetch, partial_file
 from forerun.models.files.hub import ModelSource, choose, parse, quantization
 from forerun.models.files.inventory import known_draft, on_disk, remove
@@ -278,6 +279,10 @@ def test_rm_takes_one_file_or_a_repository_and_nothing_else(tidy, model, capsys)
 @pytest.fixture
 def pair(tidy, model, monkeypatch):
     """Two known models, "large" and "small", which drafts for it; large is fetched."""
+    return known_pair(model, monkeypatch)
+
+
+def known_pair(model, monkeypatch):
     size, one = model.stat().st_size, {"licence": "none", "uploader": "nobody", "package": "x==1", "member": "x"}
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
     for name, title, drafts in (("large", "Large-7B-Instruct", ("small",)), ("small", "Tiny", ())):
@@ -315,10 +320,41 @@ def test_show_names_the_drafter_that_auto_takes(pair, capsys, monkeypatch):
     assert said(capsys, "show", "large")["auto"]["method"] == "draft_model"
     assert said(capsys, "show", "hf:own/tiny")["auto"] == {"method": "suffix"}
     head = {"method": "eagle", "model": "/heads/eagle", "num_speculative_tokens": 4}
-    monkeypatch.setattr("forerun.engine.tuned.has_bundled", lambda name: name == "large")
-    monkeypatch.setattr("forerun.engine.tuned.load", lambda tuned, name: dict(head))
+    monkeypatch.setattr("forerun.engine.tuned.bundled", lambda name: name == "large")
+    monkeypatch.setattr("forerun.engine.tuned.load", lambda tuned, name, lora=None: dict(head))
     assert run(["show", "large"]) == 0
     assert "auto takes    eagle: /heads/eagle, where suffix finds nothing" in capsys.readouterr().out.splitlines()
+
+
+def test_a_file_gets_the_drafter_of_its_name(tidy, tmp_path, monkeypatch):
+    """By path, renamed too, a known model drafts with what is bundled for it; other weights do not."""
+    names = {"general.name": "Large 7B Instruct"}
+    mine = write_model(tmp_path / "mine.gguf", names)
+    named = known_pair(mine, monkeypatch)
+    other = write_model(tmp_path / "other.gguf", {**names, "general.author": "somebody"})
+    folder = tmp_path / "package" / "large"
+    folder.mkdir(parents=True)
+    tuned.save(folder, "large", {"method": "suffix", "num_speculative_tokens": 3}, [])
+    monkeypatch.setattr("forerun.pretrained.__file__", str(folder.parent / "__init__.py"))
+    for path in ("large", str(named), str(mine)):
+        assert auto.choose(path)["num_speculative_tokens"] == 3, path
+        assert tuned.load(True, path)["num_speculative_tokens"] == 3
+    assert "num_speculative_tokens" not in auto.choose(str(other))
+    refused(ConfigError, "no bundled tuning", tuned.load, True, str(other))
+
+
+def test_a_draft_in_the_folder_of_its_target_drafts(pair, tmp_path):
+    """Both by path: nothing was fetched, and what lies beside is known by what its file says."""
+    for each in ("hf:own/tiny", "hf:own/tiny-gguf"):
+        remove(each)
+    target = write_model(tmp_path / "a.gguf", {"general.name": "Large 7B Instruct"})
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    assert auto.choose(str(target))["method"] == "suffix"
+    draft = write_model(tmp_path / "c.gguf", {"general.name": "Tiny"})
+    assert known_draft(target) == draft
+    taken = auto.choose(str(target))["drafters"][1]
+    assert (taken["method"], taken["model"]) == ("draft_model", str(draft))
+    assert auto.choose("large")["method"] == "suffix"
 
 
 def test_fetched_models_are_listed_and_removed(pair, model, capsys):

@@ -46,17 +46,28 @@ def choose(
         config.setdefault("length", "adaptive")
     if {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} & set(config):
         return {"method": "ngram", **config}
+    known = known_drafter(model, heads=identity and not lora)
+    suffix_only = set(config) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
+    if known is None or (known["method"] == "mtp" and suffix_only):
+        return {"method": "suffix", **config}
     if model.startswith("forerun:"):
-        return {"method": "draft_model", **config}
-    if identity and not lora and tuned.has_bundled(model):
-        return _after_lookup({**tuned.load(True, model), **config}, given or {})
+        return {**known, **config}
+    return _after_lookup({**known, **config}, given or {})
+
+
+def known_drafter(model: str, *, heads: bool = True) -> dict[str, Any] | None:
+    """The ``speculative_config`` of the drafter that is bundled or known for a model, or that is a layer of it.
+
+    ``heads``: whether a drafter may be one that reads the target's hidden states.
+    """
+    if model.startswith("forerun:"):
+        return {"method": "draft_model"}
+    if heads and tuned.bundled(model):
+        return tuned.load(True, model)
     draft = known_draft(model)
     if draft is not None:
-        return _after_lookup({"method": "draft_model", "model": str(draft), **config}, given or {})
-    suffix_only = set(config) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
-    if identity and not lora and not suffix_only and brings_mtp(model):
-        return _after_lookup({"method": "mtp", **config}, given or {})
-    return {"method": "suffix", **config}
+        return {"method": "draft_model", "model": str(draft)}
+    return {"method": "mtp"} if heads and brings_mtp(model) else None
 
 
 def _after_lookup(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

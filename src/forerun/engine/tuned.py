@@ -19,7 +19,8 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.folders import expanded
 from forerun.models.files.checkpoint import read_object
-from forerun.models.files.inventory import here, known_draft
+from forerun.models.files.fetch import KNOWN
+from forerun.models.files.inventory import here, known_draft, known_name
 from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.names import KEYS, LAB_KEYS
 
@@ -68,9 +69,9 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
 
     Raises ConfigError for a folder that was made for other weights (``lora`` included), or was changed since.
     """
-    if tuned is True and not has_bundled(model):
+    folder = bundled(model) if tuned is True else expanded(str(tuned))
+    if folder is None:
         raise ConfigError(f"no bundled tuning for {model}: run forerun tune {model} --out FOLDER")
-    folder = Path(pretrained.__file__).parent / model if tuned is True else expanded(str(tuned))
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder} is not a tuned folder: it has no {FILE}; run forerun tune MODEL --out FOLDER")
     try:
@@ -86,8 +87,9 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
         raise ConfigError(
             f"{folder}: {FILE} or a file that it names has changed since forerun tune wrote it: run forerun tune again"
         )
-    actual = fingerprint(resolve(model), lora)
-    if content["fingerprint"] != actual:
+    path = resolve(model)
+    actual = fingerprint(path, lora)
+    if content["fingerprint"] not in (actual, _unrenamed(path, model, lora)):
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
             f"of {model} differ ({actual}): run forerun tune for them"
@@ -125,9 +127,25 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
     return {name: str(path)}
 
 
-def has_bundled(model: str) -> bool:
-    """Whether a tuned folder for a model of this name comes with the package."""
-    return model.isidentifier() and (Path(pretrained.__file__).parent / model / FILE).is_file()
+def bundled(model: str) -> Path | None:
+    """The tuned folder that comes with the package for a model of this name, or for a file with its weights."""
+    name = known_name(model)
+    folder = Path(pretrained.__file__).parent / str(name)
+    if name is None or not (folder / FILE).is_file():
+        return None
+    if model == name:
+        return folder
+    try:
+        path = here(model)
+        return folder if read_object(folder / FILE)["fingerprint"] == _unrenamed(path, model) else None
+    except ModelError:  # loading it will report the error
+        return None
+
+
+def _unrenamed(path: Path, model: str, lora: Sequence[str] | str | None = None) -> str | None:
+    """The fingerprint of a known model's file with the file's first name; None for other models."""
+    name = known_name(model)
+    return fingerprint(path, lora, KNOWN[name].file_name) if name and path.is_file() else None
 
 
 def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:

@@ -66,29 +66,45 @@ def _of_repository(repository: Any) -> Iterator[StoredModel]:
 
 
 def known_draft(model: str | Path) -> Path | None:
-    """The draft of a known model, if it is on this machine.
+    """The draft of a known model, if it is on this machine: in the folder of its file, fetched, or in the hub's cache.
 
     ``model`` is recognised by its name, by that of its repository or folder, or by a GGUF file's metadata, whatever its
     quantization.
     """
     for draft in drafts_of(model):
-        if model_file(draft).is_file():
-            return model_file(draft)
-        for each in on_disk():
-            other = each.path.name.lower().startswith((*DRAFTERS, *NO_MODEL))
-            if each.whole and each.name.startswith(hub.PREFIX) and _known_name(each.name) == draft and not other:
-                return each.path
+        found = [path for path in _beside(model) if _name_of_file(path) == draft]
+        found += [path for path in [model_file(draft)] if path.is_file()]
+        hub_models = (each for each in on_disk() if each.whole and each.name.startswith(hub.PREFIX))
+        found += [each.path for each in hub_models if known_name(each.name) == draft]
+        for path in found:
+            if not path.name.lower().startswith((*DRAFTERS, *NO_MODEL)):
+                return path
     return None
+
+
+def _beside(model: str | Path) -> list[Path]:
+    """The GGUF files in the folder of a GGUF file that is named by its path."""
+    path = expanded(str(model))
+    by_path = str(model) not in KNOWN and path.is_file() and is_gguf(path)
+    return sorted(path.absolute().parent.glob(f"*{SUFFIX}")) if by_path else []
+
+
+def _name_of_file(path: Path) -> str | None:
+    try:
+        return known_name(path)
+    except ModelError:  # a broken file beside a model is not its draft
+        return None
 
 
 def drafts_of(model: str | Path) -> tuple[str, ...]:
     """Names of known draft models for it, fetched or not."""
-    name = _known_name(str(model))
+    name = known_name(model)
     return KNOWN[name].drafts if name else ()
 
 
-def _known_name(model: str) -> str | None:
-    """Which known model it is."""
+def known_name(model: str | Path) -> str | None:
+    """Which known model it is, whatever its quantization."""
+    model = str(model)
     if model in KNOWN:
         return model
     if model.startswith(hub.PREFIX):

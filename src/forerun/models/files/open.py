@@ -89,12 +89,13 @@ def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
     ]
 
 
-def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
+def fingerprint(folder: Path, lora: Sequence[str] | str | None = None, file_name: str | None = None) -> str:
     """A hash of a model's weights: 16 hexadecimal digits, made of the size of each file and of samples of it. Adapters
     and their weights count too.
 
-    Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
-    file. Raises ModelError if there are no weights or they cannot be read.
+    Training changes every matrix, so it changes the fingerprint; so does another dtype, and another name of a file.
+    ``file_name``: what a renamed GGUF file was called. At most 256 KiB are read per file. Raises ModelError if there
+    are no weights or they cannot be read.
     """
     digest = hashlib.sha256()
     paths, adapters = files(folder, lora), adapter.parse(lora)
@@ -103,7 +104,7 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     try:
         for path in paths:
             size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
+            digest.update(f"{file_name or path.name} {size}\n".encode())
             with path.open("rb") as file:
                 for index in range(SAMPLES):
                     file.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
