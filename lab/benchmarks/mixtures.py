@@ -6,9 +6,8 @@ A checkpoint of Qwen3-30B-A3B's shape (128 experts, 8 a row), fewer layers and r
 library's. Rows of one text choose alike more often than by chance, as tokens repeat; rows of one token repeated all
 choose the same experts, which is why nothing is measured on those but the column that says so.
 
-"Predicted" knows forwards of 1, 3 and 6 rows of other texts and the experts that they read, as ``forerun plan`` does.
-"By bytes" knows one row's seconds, the share of an expert's bytes, and those texts' experts: what ``adaptive`` begins
-with. "By rows" draws a straight line over rows between the same points.
+"By bytes" knows one row's seconds, the share of an expert's bytes, and the experts that forwards of 1, 3 and 6 rows of
+other texts read: what ``adaptive`` begins with. "By rows" draws a straight line over rows between those forwards.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
-from forerun.measure.planner import CostCurve
+from forerun.measure.planner import cost_curve
 from forerun.measure.prompts import make_prompts
 from forerun.models.load import load_model
 from forerun.models.run.base import Model, new_attention
@@ -94,27 +93,24 @@ def table(model: Model, texts: Sequence[Sequence[int]]) -> Iterator[str]:
         reads.learn(rows, 1, experts)
     one = median(times[1])
     points = {rows: median(seconds) / one for rows, seconds in times.items()}
-    learnt, before = CostCurve(points, 1, 1, reads.fitted(points, 1)), CostCurve(points)
+    before = cost_curve(points)
     result: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for rows, seconds, experts in forwards(model, texts[half:], (*ASKED, SAME)):
         result[rows].append((seconds, experts))
     one = median(seconds for seconds, _ in result[1])
-    yield f"experts are {mixture.share:.2f} of a row's bytes; a row reads {reads.again:.2f} of the row before's again"
-    yield "| rows | experts a layer | by chance | expected | ms | over one row | predicted | by bytes | by rows |"
-    yield "|---" * 9 + "|"
+    yield f"experts are {mixture.share:.2f} of a row's bytes; a row reads {reads.same_text:.2f} of another row's again"
+    yield "| rows | experts a layer | by chance | expected | ms | over one row | by bytes | by rows |"
+    yield "|---" * 8 + "|"
     for rows, each in result.items():
         count = ASKED[-1] if rows == SAME else rows
         read = sum(experts for _, experts in each) / len(each) / mixture.layers
         seconds = median(seconds for seconds, _ in each)
         cells = [f"{seconds * 1e3:.2f}", f"{seconds / one:.2f}"]
         if rows == SAME:
-            yield f"| {count} of one token | {read:.1f} | | | {' | '.join(cells)} | | | |"
+            yield f"| {count} of one token | {read:.1f} | | | {' | '.join(cells)} | | |"
             continue
         chance = expected_experts(mixture.count, mixture.chosen, rows)
-        cells += [
-            f"{value:.2f} ({value / (seconds / one) - 1:+.0%})"
-            for value in (learnt(rows), reads.price(rows, 1), before(rows))
-        ]
+        cells += [f"{value:.2f} ({value / (seconds / one) - 1:+.0%})" for value in (reads.price(rows, 1), before(rows))]
         expected = reads.times(rows, 1) * mixture.chosen
         yield f"| {count} | {read:.1f} | {chance:.1f} | {expected:.1f} | {' | '.join(cells)} |"
 

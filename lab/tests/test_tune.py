@@ -252,9 +252,52 @@ def test_a_killed_tuning_goes_on(tuned_target, tmp_path, monkeypatch):
     assert counts[0] < counts[1] == len(wrote) == len(set(wrote))
 
 
+def test_an_interrupted_tuning_keeps_what_it_planned(tuned_target, tmp_path, monkeypatch):
+    """Stopped before the first text was saved, it goes on to train, however slow the machine has become."""
+
+    def killed(*_):
+        raise Kill
+
+    config = TuneConfig(model=tuned_target, out=tmp_path, **{**QUICK, "min_tokens": 100, "max_tokens": 200})
+    with monkeypatch.context() as patch:
+        patch.setattr(features.Writer, "speed", lambda *_: 1e9)
+        patch.setattr(stages, "save_part", killed)
+        with pytest.raises(Kill):
+            stages.tune(config)
+    monkeypatch.setattr(features.Writer, "speed", lambda *_: 1e-9)
+    stages.tune(config)
+    results = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["results"]
+    assert "eagle" in results["train"]
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_the_drafter_that_is_known_for_the_model_competes(tuned_folder, tuned_target, tmp_path, monkeypatch, method):
+    """It is measured with the others, and where it is chosen the folder has its head, or names the draft."""
+    model = str(tuned_folder / "eagle") if method == "eagle" else tuned_target
+    known = {"method": method, "model": model, "num_speculative_tokens": 3, "length": "adaptive"}
+
+    def measured(llm, configs, *_):
+        return [
+            {"config": config, "speedup": 1.0 + (config["method"] == method), "tokens_per_second": 1.0,
+             "tokens_per_round": 1.0}
+            for config in configs
+        ]  # fmt: skip
+
+    monkeypatch.setattr(stages, "known_drafter", lambda model: dict(known))
+    monkeypatch.setattr(choose, "_measured", measured)
+    out = stages.tune(TuneConfig(model=tuned_target, out=tmp_path, train=("none",), **QUICK))
+    here = str(out / "bundled") if method == "eagle" else model
+    assert tuned.load(out, tuned_target) == {**known, "model": here}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    said = [
+        llm.generate("u:a dog;a:", params, use_tqdm=False) for llm in (LLM(tuned_target), LLM(tuned_target, tuned=out))
+    ]
+    assert said[0][0].outputs[0].token_ids == said[1][0].outputs[0].token_ids
+
+
 def test_smollm2s_own_is_whole():
     """The bundled folder, as far as that can be said without the model."""
-    assert tuned.has_bundled("smollm2")
+    assert tuned.bundled("smollm2")
     bundled = Path(pretrained.__file__).parent / "smollm2"
     content = json.loads((bundled / tuned.FILE).read_text("utf-8"))
     assert content["seal"] == tuned._seal(bundled, content)

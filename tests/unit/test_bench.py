@@ -16,7 +16,7 @@ from forerun.measure import environment
 from forerun.measure.bench import acceptance_by_position, run_interleaved
 from forerun.measure.config import BenchConfig, CheckConfig, PlanConfig
 from forerun.measure.methods import method_configs, runnable, shape, with_trees
-from forerun.measure.planner import CostCurve, Estimate, predict, recommend
+from forerun.measure.planner import Estimate, cost_curve, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
 from forerun.measure.rounds import ROUNDS, EngineContender, Interleaved, Measured, RoundCosts, Sample, measure, shares
 from forerun.models.text.tokenizer import load_tokenizer
@@ -393,14 +393,14 @@ def test_prompts_come_from_a_file(tiny_target, tmp_path):
 
 
 def test_cost_curve_has_steps_and_lines():
-    curve = CostCurve({4: 1.1, 5: 1.4, 8: 1.6, 16: 2.5}, sequences=1, row_multiple=4)
+    curve = cost_curve({4: 1.1, 5: 1.4, 8: 1.6, 16: 2.5}, sequences=1, multiple=4)
     assert [curve(rows) for rows in (1, 4, 5, 8, 12, 16)] == pytest.approx([1.0, 1.0, 1.5, 1.5, 2.0, 2.5])
     assert curve(24) == pytest.approx(3.5)
-    assert CostCurve({}, sequences=2)(9) == 1.0
+    assert cost_curve({}, sequences=2)(9) == 1.0
 
 
 def test_planner_predicts_and_recommends():
-    curve = CostCurve({2: 1.0, 3: 1.1, 4: 1.2, 5: 1.3})
+    curve = cost_curve({2: 1.0, 3: 1.1, 4: 1.2, 5: 1.3})
     good = predict(Estimate("draft_model", 0.8, 0.75, 1.0, 0.1), curve, 4)
     assert [p.speedup for p in good] == pytest.approx(
         [predicted_speedup(0.75, k, 0.1, curve(k + 1)) for k in range(1, 5)]

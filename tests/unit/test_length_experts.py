@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.core.batch import Batch, Span
-from forerun.measure.planner import CostCurve
 from forerun.models.load import load_model
 from forerun.models.run.base import MixtureInfo, new_attention
 from forerun.speculate.length.experts import ExpertReads
@@ -90,22 +89,6 @@ def test_a_price_follows_the_experts_that_rounds_read(mixture):
         truth = sum(seconds(rows, experts) for experts in seen) / len(seen)
         off[rows] = abs(prices.verify(table, rows, 1) / truth - 1.0)
     assert max(off.values()) < 0.12 if mixture is not None else max(off.values()) > 0.15
-
-
-def test_a_plans_curve_bends_as_the_experts_do():
-    draw, reads = random.Random(3), ExpertReads(SPARSE)
-    prices = {}
-    for rows in (1, 2, 4, 6, 12, 16):
-        seen = rounds(draw, rows, 1)
-        prices[rows] = sum(seconds(rows, experts) for experts in seen) / len(seen)
-        for experts in seen if rows < 8 else ():
-            reads.learn(rows, 1, experts)
-    points = {rows: price / prices[1] for rows, price in prices.items()}
-    known = {rows: price for rows, price in points.items() if rows < 8}
-    curve = CostCurve(known, expected=reads.fitted(known, 1))
-    for rows in (12, 16):
-        assert curve(rows) == pytest.approx(points[rows], rel=0.1)
-        assert abs(CostCurve(known)(rows) / points[rows] - 1) > 2 * abs(curve(rows) / points[rows] - 1)
 
 
 @pytest.mark.slow

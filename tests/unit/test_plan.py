@@ -7,12 +7,14 @@ import pytest
 
 from forerun.cli.bench import with_methods
 from forerun.cli.main import run
+from forerun.cli.plan import conclusion
+from forerun.engine.auto import choose
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.config import PlanConfig
 from forerun.measure.plan import Trial, run_plan
-from forerun.measure.planner import CostCurve, Estimate, binomial, estimate, predict, reach
+from forerun.measure.planner import Estimate, cost_curve, estimate, predict, reach
 from forerun.measure.rounds import Measured, Sample, in_plain_forwards
 from forerun.theory import best_gamma, walltime_improvement
 
@@ -70,7 +72,7 @@ def test_a_plan_refuses_what_it_is_to_find_out(capsys, tiny_target, methods, opt
 
 
 def test_trees_cost_what_their_rows_cost():
-    curve = CostCurve({2: 1.0, 3: 1.1, 9: 2.0})
+    curve = cost_curve({2: 1.0, 3: 1.1, 9: 2.0})
     result = Estimate("merged", 0.8, 0.75, 1.0, 0.0)
     chain, tree = (predict(result, curve, 2, 1, nodes)[-1] for nodes in (lambda k: k, lambda k: 4 * k))
     assert (chain.verify_cost, tree.verify_cost) == (1.1, 2.0)
@@ -102,7 +104,7 @@ def planned(plain, by_length, sequences):
     real = {k: each.tokens_per_second / base.tokens_per_second for k, each in result.items()}
     assert in_plain_forwards([base, *result.values()], sequences) == FORWARD[sequences]
     item = estimate("x", result, base, sequences)
-    curve = CostCurve({rows: seconds / FORWARD[sequences] for rows, seconds in FORWARD.items()}, sequences)
+    curve = cost_curve({rows: seconds / FORWARD[sequences] for rows, seconds in FORWARD.items()}, sequences)
     return {p.k: p.speedup for p in predict(item, curve, max(by_length), sequences)}, real
 
 
@@ -119,16 +121,8 @@ def test_drafts_of_some_requests_leave_the_others_rows_alone():
     assert said[2] == pytest.approx(was[2])
 
 
-@pytest.mark.parametrize("sequences", [1, 4, 1100])
-def test_how_many_have_a_draft(sequences):
-    for fraction in (0.0, 0.3, 1.0):
-        result = binomial(sequences, fraction)
-        assert sum(result) == pytest.approx(1.0)
-        assert sum(count * chance for count, chance in enumerate(result)) == pytest.approx(fraction * sequences)
-
-
 def test_a_disturbed_price_is_no_price():
-    curve = CostCurve({1: 1.0, 2: 1.1, 4: 9.0, 5: 1.3, 8: 2.0})
+    curve = cost_curve({1: 1.0, 2: 1.1, 4: 9.0, 5: 1.3, 8: 2.0})
     assert [curve(rows) for rows in (1, 2, 4, 5, 8)] == [1.0, 1.1, 1.3, 1.3, 2.0]
 
 
@@ -149,6 +143,28 @@ def test_methods_where_none_are_named(tiny_target, monkeypatch):
     mine, shared = {"model": tiny_target}, {}
     assert with_methods({}, {}, {}) == with_methods({}, mine, {"model": "a draft"}) == {}
     assert with_methods({}, mine, {}) == {"methods": ["suffix", "ngram"]}
-    monkeypatch.setattr("forerun.models.files.inventory.known_draft", lambda model: "known")
-    assert with_methods({}, mine, shared) == {}
-    assert shared == {"model": "known"}
+    monkeypatch.setattr("forerun.engine.auto.known_draft", lambda model: "known")
+    assert with_methods({}, mine, shared) == {"methods": ["draft_model", "suffix", "ngram"]}
+    assert shared == {"draft_model": {"model": "known"}}
+
+
+def test_the_default_is_measured_beside_the_methods(monkeypatch, capsys, tiny_target, tiny_draft):
+    """What ``auto`` takes for a model is planned, and recommended as it is where it was fastest; a sentence says so."""
+    head = {"method": "draft_model", "model": str(tiny_draft), "num_speculative_tokens": 3, "length": "adaptive"}
+    monkeypatch.setattr("forerun.engine.auto.known_drafter", lambda model, heads=True: dict(head))
+    given = ["plan", "--model", str(tiny_target), "--prompts", "2", "--max-tokens", "8", "--longest", "2", "--json"]
+    assert run(given) == 0
+    result = json.loads(capsys.readouterr().out)
+    default = choose(str(tiny_target))
+    assert [item["method"] for item in default["drafters"]] == ["suffix", "draft_model"]
+    assert ("auto", default) in [(item["method"], item["config"]) for item in result["usual"]]
+    assert {"draft_model", "suffix", "ngram"} == {item["method"] for item in result["measured"]}
+    way = {"method": "ngram", "num_speculative_tokens": 1}
+    for speeds, recommended, start in [
+        ((1.31, 1.2), default, "Leave the default as it is: it reaches 1.31 times"),
+        ((1.1, 1.26), way, "Use ngram and 1 drafted token: it should reach 1.26 times"),
+        ((0.9, 0.8), {"method": "none"}, "Do without drafts (--spec-method none): the best drafter reaches 0.90 times"),
+    ]:
+        usual = [{"method": "auto", "config": default, "speedup": speeds[0]}]
+        said = {**result, "usual": usual, "predictions": [{"speedup": speeds[1]}], "recommended": recommended}
+        assert conclusion(said).startswith(start)

@@ -19,8 +19,9 @@ from forerun.measure.config import PlanConfig
 from forerun.measure.methods import size
 from forerun.measure.page import html, table
 from forerun.measure.plan import LENGTHS, Trial, most_nodes, own_options
-from forerun.measure.planner import CostCurve, Estimate, PlannedDraft, predict, speedup
+from forerun.measure.planner import Estimate, PlannedDraft, predict, speedup
 from forerun.measure.rounds import Measured
+from forerun.speculate.length.prices import Curve
 from forerun_lab.charts import chart
 from forerun_lab.theory import best_shape
 
@@ -28,7 +29,7 @@ LAYERSKIP = "layerskip"
 
 
 def explore(
-    trial: Trial, named: Mapping[str, Mapping[str, Any]], drafting: Mapping[str, Mapping[str, Any]], curve: CostCurve,
+    trial: Trial, named: Mapping[str, Mapping[str, Any]], drafting: Mapping[str, Mapping[str, Any]], curve: Curve,
     config: PlanConfig,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[float, dict[str, Any]]]]:  # fmt: skip
     """Explore trees of up to ``config.trees`` tokens for the ``drafting`` configurations (``plan_trees``), and
@@ -55,7 +56,7 @@ def explore(
 
 
 def _measured_layers(
-    trial: Trial, options: Mapping[str, Any], layers: tuple[int, ...], curve: CostCurve, longest: int
+    trial: Trial, options: Mapping[str, Any], layers: tuple[int, ...], curve: Curve, longest: int
 ) -> Subset | None:
     """``layerskip`` with these layers; None if it drafted nothing."""
     trial.step(f"layers {', '.join(map(str, layers))}")
@@ -138,7 +139,7 @@ def rank_acceptance(result: Measured) -> list[float]:
 
 
 def plan_trees(
-    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: CostCurve
+    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: Curve
 ) -> list[dict[str, Any]]:
     """Results for each drafter that branches.
 
@@ -208,7 +209,7 @@ class _TreePredictor:
     acceptance: Sequence[float]
     estimate: Estimate
     probe: tuple[int, ...]
-    curve: CostCurve
+    curve: Curve
     concurrency: int
 
     def gained(self, tree: Sequence[int]) -> float:
@@ -220,8 +221,9 @@ class _TreePredictor:
         measured = self.estimate.lengths[len(self.probe)]
         predicted = self.gained(self.probe)
         tokens = gained * measured.tokens / predicted if predicted else 0.0
-        drafted = PlannedDraft(tokens, measured.coverage, nodes * measured.nodes / size(self.probe))
-        return 1 + tokens, speedup(self.estimate, drafted, depth, self.curve, self.concurrency)
+        work = self.estimate.drafted(depth, nodes).work
+        drafted = PlannedDraft(tokens, measured.coverage, nodes * measured.nodes / size(self.probe), work)
+        return 1 + tokens, speedup(self.estimate, drafted, self.curve, self.concurrency)
 
     def shaped(self, tree: tuple[int, ...]) -> Shaped:
         return Shaped(self.estimate.method, tree, size(tree), *self.speedup(self.gained(tree), size(tree), len(tree)))

@@ -34,7 +34,7 @@ TableWriter = Callable[[Sequence[str], Sequence[Sequence[str]]], None]
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
 COMPARED = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name in ("spec_model", "synthetic")])
 RATES = "synthetic_acceptance_rates"
-USUAL = "draft_model,ngram; suffix,ngram where no draft of the model is known"
+USUAL = "the drafter that auto takes, suffix, ngram"
 MEASURED = Flags(
     "measured",
     flags_of(
@@ -141,18 +141,19 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_methods(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Adds default methods for a model of the user's to ``given``: the usual ones with its known draft, whose path is
-    put into ``shared``, or ``suffix`` in place of a draft model."""
+    """Adds default methods for a model of the user's to ``given``: look-ups, and the head or draft that ``auto`` takes,
+    whose options are put into ``shared``."""
     model = str(engine.get("model", EngineConfig.model))
     if "methods" in given or model.startswith("forerun:") or {"model", *drafters} & set(shared):
         return dict(given)
-    from forerun.models.files.inventory import known_draft
+    from forerun.engine.auto import known_drafter
 
-    draft = known_draft(model)
-    if draft is None:
-        return {**given, "methods": ["suffix", "ngram"]}
-    shared["model"] = str(draft)
-    return dict(given)
+    options = known_drafter(model, heads=not engine.get("lora")) or {"method": "suffix"}
+    method = options.pop("method")
+    options.pop("length", None)
+    if options:
+        shared[method] = options
+    return {**given, "methods": list(dict.fromkeys([method, "suffix", "ngram"]))}
 
 
 def with_tuned(

@@ -14,7 +14,7 @@ from forerun.cli.console import check_file, print_json, print_table, progress, s
 from forerun.cli.options import ENGINE, AsJson, Flag, Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab, has_lab
-from forerun.engine.config import NONE
+from forerun.engine.config import NONE, EngineConfig
 from forerun.measure.config import PlanConfig
 
 if TYPE_CHECKING:
@@ -67,14 +67,17 @@ def plan(
     if "max_num_seqs" in engine and not load:
         raise ConfigError("plan does not support --max-num-seqs: use --concurrency")
     shared = shared_options(speculative_config, speculative)
+    named = set(shared)
     config = PlanConfig(**with_methods(planned, engine, shared))
+    for method in set(shared) - named:
+        shared[method].pop("num_speculative_tokens", None)  # a plan finds that
     given = [*planned, *(["speculative_config"] if speculative_config else [])]
     if minutes is not None:
         for name in (*given, *load, *engine):
             if name not in SEARCHED:
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect with --minutes: remove one")
         workload = {"temperatures": (config.temperature,), "concurrency": config.concurrency, "seed": config.seed}
-        draft = speculative.get("model")
+        draft = speculative.get("model") or shared.get("draft_model", {}).get("model")
         _search({**engine, **workload, "draft": draft, "minutes": minutes, "threads": threads}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
@@ -87,7 +90,13 @@ def plan(
         given += [*(["threads"] if threads != 1 else []), *(["spec_model"] if speculative else [])]
         fleets.tell(fleets.plan_load(*targets, fleets.LoadSetting(engine, options, config, given)), page, as_json)
         return
-    result = _plans(engine, options, config)
+    default = None
+    if "methods" not in planned:
+        from forerun.engine.auto import choose
+
+        accept = {} if config.accept == PlanConfig.accept else {"accept": config.accept}
+        default = choose(str(engine.get("model", EngineConfig.model)), accept, engine.get("lora"))
+    result = _plans(engine, options, config, default)
     if page is not None and plans is not None:
         write_file(page, plans.report(result))
     (print_json if as_json else show)(result)
@@ -95,7 +104,6 @@ def plan(
 
 def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     """Prints what ``tune --draft`` would choose. Raises ConfigError."""
-    from forerun.engine.config import EngineConfig
     from forerun.tune.config import PairConfig
     from forerun.tune.page import pair_page
     from forerun.tune.pair import search, verdict
@@ -114,7 +122,9 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
         print(f"recommended: --speculative-config '{json.dumps(result['chosen'])}'")
 
 
-def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: PlanConfig) -> dict[str, Any]:
+def _plans(
+    engine: Mapping[str, Any], options: list[dict[str, Any]], config: PlanConfig, default: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The plan for the first load, with summaries of all loads."""
     import torch
 
@@ -126,7 +136,7 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
     with progress("loading", len(loads) * (len(LENGTHS) + config.layer_trials)) as step:
         llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
         prompts = prompts_of(config, llm.tokenizer)
-        plans = [run_plan(llm, options, prompts, config, count, step) for count in loads]
+        plans = [run_plan(llm, options, prompts, config, count, step, default) for count in loads]
     result = plans[0] | {"loads": [_summary(one) for one in plans]}
     result["environment"] = _environment(llm, engine, options, prompts, loads[0])
     return result
@@ -134,10 +144,8 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
     """A load's recommendation; ``best`` is the best predicted speed-up, 1 if that is plain decoding."""
-    shapes = [shape for item in result["trees"] for shape in item["fixed"]]
-    best = max((p["speedup"] for p in [*result["predictions"], *result["usual"], *shapes]), default=1.0)
     names = ("concurrency", "recommended", "plain_tokens_per_second")
-    return {name: result[name] for name in names} | {"best": max(best, 1.0)}
+    return {name: result[name] for name in names} | {"best": max(best_speed(result), 1.0)}
 
 
 def _environment(
@@ -178,7 +186,8 @@ def show(result: Mapping[str, Any]) -> None:
     if result["layers"] or result["trees"]:
         from_lab(PLANS, "plan with trees, layers or a page").show(result)
     for item in result["usual"]:
-        print(f"{item['method']} without a length: {item['speedup']:.2f}x, measured")
+        how = "the default" if item["method"] == "auto" else "without a length"
+        print(f"{item['method']}, {how}: {item['speedup']:.2f}x, measured")
     for item in result["reach"]:
         print(_reach(item))
     for method in result["silent"]:
@@ -194,6 +203,28 @@ def show(result: Mapping[str, Any]) -> None:
     for load in result["loads"] if len(result["loads"]) > 1 else ():
         print(f"{load['concurrency']} at a time: {json.dumps(load['recommended'])}, {load['best']:.2f} predicted")
     print(f"recommended: --speculative-config '{json.dumps(result['recommended'])}'")
+    print(conclusion(result))
+
+
+def conclusion(result: Mapping[str, Any]) -> str:
+    """What to do, in one sentence."""
+    recommended, speed = result["recommended"], f"{best_speed(result):.2f} times the speed of plain decoding"
+    if not best_speed(result):
+        return "Do without drafts (--spec-method none): nothing was drafted on these prompts."
+    if recommended["method"] == NONE:
+        return f"Do without drafts (--spec-method none): the best drafter reaches {speed} on these prompts."
+    if recommended in [item["config"] for item in result["usual"] if item["method"] == "auto"]:
+        return f"Leave the default as it is: it reaches {speed} on these prompts, and nothing else was faster."
+    count = recommended.get("num_speculative_tokens")
+    much = "" if count is None else f" and {count} drafted token{'s'[: count > 1]}"
+    return f"Use {recommended['method']}{much}: it should reach {speed} on prompts like these."
+
+
+def best_speed(result: Mapping[str, Any]) -> float:
+    """The best speed-up of a plan, predicted or measured; 0 if nothing was drafted."""
+    ways = (*result["predictions"], *result["usual"], *result["layers"])
+    trees = (shape for item in result["trees"] for shape in item["fixed"])
+    return max((each["speedup"] for each in (*ways, *trees)), default=0.0)
 
 
 def _reach(item: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
-from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
+from forerun.measure.planner import Estimate, cost_curve, estimate, predict, reach, recommend
 from forerun.measure.rounds import (
     PLAIN,
     EngineContender,
@@ -28,7 +28,7 @@ from forerun.measure.rounds import (
 )
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig, drafters
-from forerun.speculate.length.experts import ExpertReads
+from forerun.speculate.length.prices import Curve
 from forerun.theory import best_gamma
 
 LENGTHS = (1, 3, 5, 7)
@@ -42,18 +42,20 @@ def run_plan(
     config: PlanConfig,
     concurrency: int,
     step: Callable[[str], None] = lambda note: None,
+    default: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure the methods of ``options``, ``concurrency`` requests at a time, and recommend a ``speculative_config``.
 
     Every method answers the prompts: alpha is measured on the target's own text (Leviathan et al. 2023, section 4.2).
-    ``options`` are ``speculative_config`` mappings that pass ``check_options``.
+    ``options`` are ``speculative_config`` mappings that pass ``check_options``. ``default`` is measured as it is.
 
     Returns:
         ``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: cost},
         "measured": [...], "usual": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
         ``best_gamma`` of an estimate is for free verification (section 3.5). ``usual`` has methods whose default is no
-        fixed length, measured as they are by default. ``trees`` and ``layers`` come from ``forerun_lab.plans.explore``,
-        ``reach`` from ``planner.reach``, ``experts``, for a mixture, from ``ExpertReads.report``.
+        fixed length, measured as they are by default, and ``default`` as ``auto``. ``trees`` and ``layers`` come from
+        ``forerun_lab.plans.explore``, ``reach`` from ``planner.reach``, ``experts``, for a mixture, from
+        ``Trial.experts``.
 
     Raises:
         ConfigError: if trees or layers are requested without forerun-lab.
@@ -65,10 +67,9 @@ def run_plan(
     named = dict(zip(labels(options, ()), options, strict=True))
     trial = Trial(llm, prompts, params, concurrency, step)
     trial.methods(named)
-    usual = trial.usual(named)
+    usual = trial.usual(named, default)
     estimates = [e for name in named if (e := trial.estimate(name, trial.by_length[name])) is not None]
     runs = [run for by_length in trial.by_length.values() for run in by_length.values()]
-    trial.learn([trial.plain, *runs])
     curve = trial.curve(trial.verify_costs(runs))
     predictions = [
         p
@@ -145,26 +146,22 @@ class Trial:
     by_length: dict[str, dict[int, Measured]] = field(default_factory=dict)
     speedups: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        mixture = self.llm.model.info.mixture
-        self.reads = None if mixture is None else ExpertReads(mixture)
-
-    def learn(self, runs: Iterable[Measured]) -> None:
-        """Learn how many experts rounds of a mixture read."""
-        if self.reads is None:
-            return
-        for sample in (sample for run in runs for sample in run.rounds):
-            self.reads.learn(sample.rows, len(sample.depths), sample.experts)
-
     def experts(self, runs: Iterable[Measured]) -> dict[str, Any] | None:
-        """``ExpertReads.report`` of the mean number of experts that forwards read, by rows."""
-        if self.reads is None:
+        """Of a mixture, what forwards read: by rows, the mean number of experts over that of one row. ``again``: the
+        fraction that a second row of the same text shares."""
+        mixture = self.llm.model.info.mixture
+        if mixture is None:
             return None
         by_rows: dict[int, list[int]] = defaultdict(list)
         for run in runs:
             for sample in full_rounds(run.rounds, self.concurrency):
                 by_rows[sample.rows].append(sample.experts)
-        return self.reads.report({rows: mean(values) for rows, values in sorted(by_rows.items())})
+        one = mixture.layers * mixture.chosen
+        read = {rows: mean(values) / one for rows, values in sorted(by_rows.items())}
+        again = 2.0 - read[2] if 2 in read and self.concurrency == 1 else None
+        return {
+            "count": mixture.count, "chosen": mixture.chosen, "share": mixture.share, "again": again, "read": read,
+        }  # fmt: skip
 
     def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]:
         """Results of plain decoding and of each configuration, interleaved. Their engines exist at the same time, so
@@ -190,18 +187,18 @@ class Trial:
                 self.by_length.setdefault(method, {})[length] = run
                 self.speedups[method, length] = run.tokens_per_second / plain.tokens_per_second
 
-    def usual(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Speed over plain decoding of the methods whose default is no fixed length."""
+    def usual(
+        self, options: Mapping[str, Mapping[str, Any]], default: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        """Speed over plain decoding of the methods whose default is no fixed length, and of ``default``."""
         open_ended = [{key: value for key, value in item.items() if key != "length"} for item in options.values()]
         own = [item for item in open_ended if drafters[item["method"]].config_class.with_defaults(item) != item]
-        plain, *result = self.run(own) if own else (self.plain,)
+        ways = [(item["method"], item, own_options(item)) for item in own]
+        ways += [] if default is None else [("auto", dict(default), dict(default))]
+        plain, *result = self.run([config for _, config, _ in ways]) if ways else (self.plain,)
         return [
-            {
-                "method": item["method"],
-                "speedup": run.tokens_per_second / plain.tokens_per_second,
-                "config": own_options(item),
-            }
-            for item, run in zip(own, result)
+            {"method": name, "speedup": run.tokens_per_second / plain.tokens_per_second, "config": shown}
+            for (name, _, shown), run in zip(ways, result)
         ]
 
     def measured(self) -> list[dict[str, Any]]:
@@ -225,6 +222,5 @@ class Trial:
                     by_rows[r.rows].append(r.verify)
         return {rows: median(values) for rows, values in sorted(by_rows.items())}
 
-    def curve(self, points: Mapping[int, float]) -> CostCurve:
-        expected = float if self.reads is None else self.reads.fitted(points, self.concurrency)
-        return CostCurve(points, self.concurrency, self.llm.model.row_multiple, expected)
+    def curve(self, points: Mapping[int, float]) -> Curve:
+        return cost_curve(points, self.concurrency, self.llm.model.row_multiple)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, inf, lgamma, log
+from math import ceil
 from operator import itemgetter
-from statistics import mean, median
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from forerun.engine.config import NONE
-from forerun.engine.metrics import RequestMetrics
-from forerun.measure.rounds import Measured, RoundCosts, Sample, full_rounds
+from forerun.measure.rounds import Measured, RoundCosts, full_rounds
 from forerun.speculate.length.prices import Curve
 from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
@@ -23,21 +24,33 @@ MARGIN = 1.02
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """Measured drafts of one length: mean accepted ``tokens`` per round and sequence, ``coverage``, the fraction of
-    rounds with a draft, and mean ``nodes`` of a draft."""
+    """Measured drafts of one length, costs in plain forwards."""
 
     tokens: float
+    """Accepted, mean per round and sequence."""
     coverage: float
+    """Fraction of rounds with a draft."""
     nodes: float
+    """Mean number of a draft's nodes."""
+    work: float
+    """Of a round with drafts, beside its verification and what a plain round takes outside its forward."""
+
+    @classmethod
+    def of(cls, result: Measured, rest: float, sequences: int) -> PlannedDraft:
+        rounds = full_rounds(result.rounds, sequences)
+        every = sum(len(r.depths) for r in rounds)
+        drafts = sum(depth > 0 for r in rounds for depth in r.depths)
+        nodes = sum(r.rows - len(r.depths) for r in rounds)
+        work = median([r.draft + r.rest for r in rounds if r.depth] or [rest]) - rest
+        return cls(sum(r.tokens for r in rounds) / every - 1, drafts / every, nodes / max(1, drafts), max(0.0, work))
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Measured acceptance and costs of one method. ``coverage`` is the fraction of rounds with a draft.
 
-    Costs are in plain forwards. A round with k drafted tokens takes ``start`` + k ``step`` beside its verification and
-    ``rest``, a plain round's time outside its forward. ``c`` is the mean cost of a step (Leviathan et al. 2023,
-    definition 3.7), which stands for ``step`` if that is None.
+    Costs are in plain forwards: ``c`` is the mean cost of a step (Leviathan et al. 2023, definition 3.7), ``rest`` a
+    plain round's time outside its forward.
     """
 
     method: str
@@ -45,33 +58,25 @@ class Estimate:
     match_rate: float
     coverage: float
     c: float
-    start: float = 0.0
-    step: float | None = None
     rest: float = 0.0
     lengths: Mapping[int, PlannedDraft] = field(default_factory=dict)
     """By the number of requested tokens."""
 
     def drafted(self, k: int, nodes: int) -> PlannedDraft:
-        """Predicted drafts of depth ``k`` with at most ``nodes`` nodes: independent positions, as in theory, scaled by
-        the ratio of measured to theoretical gain, interpolated between the measured lengths next to ``k``."""
+        """Drafts of depth ``k`` with at most ``nodes`` nodes, interpolated between the measured lengths next to ``k``.
+        Tokens are those of independent positions, as in theory, times the ratio of the measured gain to theory's."""
         theory = expected_tokens(self.match_rate, k) - 1
         if not self.lengths:
-            return PlannedDraft(self.coverage * theory, self.coverage, nodes)
+            return PlannedDraft(self.coverage * theory, self.coverage, nodes, self.c * k)
         measured = sorted(self.lengths)
-        low = max((length for length in measured if length <= k), default=measured[0])
-        high = min((length for length in measured if length >= k), default=measured[-1])
-        fraction = (k - low) / (high - low) if high > low else 0.0
 
-        def interpolated(value: Callable[[int], float]) -> float:
-            return value(low) + fraction * (value(high) - value(low))
+        def at(value: Callable[[int, PlannedDraft], float]) -> float:
+            return float(np.interp(k, measured, [value(length, self.lengths[length]) for length in measured]))
 
-        def gain(length: int) -> float:
-            best = expected_tokens(self.match_rate, length) - 1
-            return self.lengths[length].tokens / best if best else 0.0
-
-        coverage = interpolated(lambda length: self.lengths[length].coverage)
-        filled = interpolated(lambda length: self.lengths[length].nodes / length)
-        return PlannedDraft(theory * interpolated(gain), coverage, min(filled * k, nodes))
+        gain = at(lambda length, draft: draft.tokens / (expected_tokens(self.match_rate, length) - 1 or 1.0))
+        work = at(lambda _, draft: draft.work) * k / min(max(k, measured[0]), measured[-1])
+        filled = at(lambda length, draft: draft.nodes / length)
+        return PlannedDraft(theory * gain, at(lambda _, draft: draft.coverage), min(filled * k, nodes), work)
 
 
 @dataclass(frozen=True)
@@ -86,112 +91,53 @@ class Prediction:
     speedup: float
 
 
-class CostCurve(Curve):
-    """Cost of a verification by its rows, in plain forwards; a plain forward of ``sequences`` rows costs 1. Rows are
-    padded to ``row_multiple``, so the cost rises in steps. In a mixture, ``expected`` is the cost by the experts that
-    rows read: each further row reads fewer new ones."""
-
-    def __init__(
-        self,
-        points: Mapping[int, float],
-        sequences: int = 1,
-        row_multiple: int = 1,
-        expected: Callable[[Any], float] = float,
-    ) -> None:
-        self.row_multiple = row_multiple
-        plain, grouped = self.padded(sequences), defaultdict(list)
-        for rows, cost in points.items():
-            grouped[self.padded(rows)].append(cost)
-        super().__init__({rows: median(costs) for rows, costs in grouped.items() if rows > plain}, expected)
-        self.points = {rows: 1.0 for rows in sorted({plain, *grouped}) if rows <= plain} | self.points
-
-    def padded(self, rows: float) -> int:
-        return ceil(rows / self.row_multiple) * self.row_multiple
-
-    def __call__(self, rows: float) -> float:
-        return super().__call__(self.padded(rows))
-
-    def mean(self, rows: float) -> float:
-        """Cost at a mean, fractional number of rows."""
-        low = int(rows)
-        return self(low) + (rows - low) * (self(low + 1) - self(low))
+def cost_curve(points: Mapping[int, float], sequences: int = 1, multiple: int = 1) -> Curve:
+    """Cost of a verification by its rows, in plain forwards: a forward of ``sequences`` rows costs 1. Rows are padded
+    to a multiple, so the cost rises in steps."""
+    plain, padded = ceil(sequences / multiple) * multiple, defaultdict(list)
+    for rows, cost in points.items():
+        padded[ceil(rows / multiple) * multiple].append(cost)
+    costs = {rows: 1.0 if rows <= plain else max(1.0, median(each)) for rows, each in padded.items()}
+    return Curve({plain: 1.0, **costs}, multiple)
 
 
 def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, sequences: int) -> Estimate | None:
     """A method's estimate from its runs by the number of requested tokens, ``sequences`` requests at a time, with times
     in plain forwards; None if nothing was drafted."""
-    total = RequestMetrics.merged([metrics for result in by_length.values() for metrics in result.metrics])
-    every = [r for result in by_length.values() for r in result.rounds]
-    costs = RoundCosts.of(every, plain.rounds, sequences)
+    every = Measured.joined(by_length.values())
+    total, costs = every.total, RoundCosts.of(every.rounds, plain.rounds, sequences)
     if costs is None or total.alpha is None or total.match_rate is None:
         return None
-    drafted = [r for r in full_rounds(every, sequences) if r.depth]
     rest = median(r.rest for r in full_rounds(plain.rounds, sequences))
-    start, step = draft_cost(drafted, rest)
-    lengths = {k: _planned_draft(full_rounds(result.rounds, sequences)) for k, result in by_length.items()}
-    coverage = _planned_draft(full_rounds(every, sequences)).coverage
-    return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
-
-
-def draft_cost(drafted: Sequence[Sample], rest: float) -> tuple[float, float]:
-    """Start and step of drafting, in the unit of the samples: a draft of k tokens takes start + k step. The start
-    includes a drafted round's time outside drafting and its forward, less ``rest``, a plain round's."""
-    start, step = _line([(r.depth, r.draft) for r in drafted])
-    return start + median(r.rest for r in drafted) - rest, step
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither below 0, of the line through the medians of each depth, weighted by their counts."""
-    by_depth: dict[int, list[float]] = {}
-    for depth, value in points:
-        by_depth.setdefault(depth, []).append(value)
-    medians = {depth: median(values) for depth, values in by_depth.items()}
-    mean_x, mean_y = (mean(column) for column in zip(*((depth, medians[depth]) for depth, _ in points)))
-    spread = sum((depth - mean_x) ** 2 for depth, _ in points)
-    step = sum((depth - mean_x) * (medians[depth] - mean_y) for depth, _ in points) / spread if spread else inf
-    step = min(max(step, 0.0), mean_y / mean_x)
-    return mean_y - step * mean_x, step
-
-
-def _planned_draft(rounds: Sequence[Sample]) -> PlannedDraft:
-    every = sum(len(r.depths) for r in rounds)
-    drafts = sum(depth > 0 for r in rounds for depth in r.depths)
-    nodes = sum(r.rows - len(r.depths) for r in rounds)
-    return PlannedDraft(sum(r.tokens for r in rounds) / every - 1, drafts / every, nodes / drafts if drafts else 0.0)
+    lengths = {k: PlannedDraft.of(result, rest, sequences) for k, result in by_length.items()}
+    coverage = PlannedDraft.of(every, rest, sequences).coverage
+    return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, rest, lengths)
 
 
 def predict(
-    result: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
+    result: Estimate, curve: Curve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
 ) -> list[Prediction]:
     """Predictions for every draft length k from 1 to ``longest``, with at most ``nodes(k)`` tokens: by default a
     chain."""
-    predictions = []
-    for k in range(1, longest + 1):
-        speed = speedup(result, result.drafted(k, nodes(k)), k, curve, sequences)
-        cost = curve(sequences * (nodes(k) + 1))
-        predictions.append(Prediction(result.method, k, result.match_rate, result.c, cost, speed))
-    return predictions
+    return [
+        Prediction(
+            result.method, k, result.match_rate, result.c, curve(sequences * (nodes(k) + 1)),
+            speedup(result, result.drafted(k, nodes(k)), curve, sequences),
+        )
+        for k in range(1, longest + 1)
+    ]  # fmt: skip
 
 
-def speedup(result: Estimate, drafted: PlannedDraft, depth: int, curve: CostCurve, sequences: int) -> float:
+def speedup(result: Estimate, drafted: PlannedDraft, curve: Curve, sequences: int) -> float:
     """Speed over plain decoding: tokens per round over its mean time, if sequences have drafts independently."""
-    work = result.start + depth * (result.c if result.step is None else result.step)
-    time = result.rest
-    for count, p in enumerate(binomial(sequences, drafted.coverage)):
-        time += p * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
+    nobody = (1.0 - drafted.coverage) ** sequences
+    time = result.rest + nobody
+    if nobody < 1.0:
+        rows = sequences + sequences * drafted.coverage / (1.0 - nobody) * drafted.nodes
+        low = int(rows)
+        verify = curve(low) + (rows - low) * (curve(low + 1) - curve(low))
+        time += (1.0 - nobody) * (verify + drafted.work)
     return (1 + drafted.tokens) * (1 + result.rest) / time
-
-
-def binomial(trials: int, fraction: float) -> list[float]:
-    """Probability of each number of successes, from 0 to ``trials``."""
-    if fraction <= 0 or fraction >= 1:
-        return [float(count == (trials if fraction >= 1 else 0)) for count in range(trials + 1)]
-
-    def probability(count: int) -> float:
-        ways = lgamma(trials + 1) - lgamma(count + 1) - lgamma(trials - count + 1)
-        return exp(ways + count * log(fraction) + (trials - count) * log(1 - fraction))
-
-    return [probability(count) for count in range(trials + 1)]
 
 
 def recommend(

@@ -43,7 +43,7 @@ def pair_page(model: str, result: dict[str, Any]) -> str:
     ]  # fmt: skip
     forms = [
         [json.dumps(form["config"]), f"{form['bytes'] / 1e6:.0f}", f"{form['guessed']:.1%}", f"{form['start']:.3f}",
-         f"{form['step']:.3f}", f"{form['on_paper']:.2f}"]
+         f"{form['step']:.3f}", f"{form['speedup']:.2f}"]
         for form in result["forms"]
     ]  # fmt: skip
     dearest = max(cost for points in result["verify_cost"].values() for cost in points.values())
@@ -57,9 +57,9 @@ def pair_page(model: str, result: dict[str, Any]) -> str:
         "<h2>Measured, interleaved with plain decoding</h2>",
         table(["drafter", "options", "temperature", "at a time", "answers", "over plain decoding", "tokens/s",
                "tokens a round", ""], rows),
-        "<h2>Variants of the draft, each with its best simulated settings</h2><p>Costs in plain forwards.</p>",
-        table(["variant", "MB", "tokens guessed", "a draft's start", "a step", "simulated speed-up"], forms),
-        "<h2>A verification by its rows, in plain forwards</h2>",
+        "<h2>Weight formats of the draft</h2><p>Costs in plain rounds.</p>",
+        table(["format", "MB", "tokens guessed", "a draft's start", "a step", "over plain decoding"], forms),
+        "<h2>A verification by its rows, in plain rounds</h2>",
         table(["at a time", "rows", "cost", ""], costs),
         *minutes(result["seconds"]),
     ]  # fmt: skip

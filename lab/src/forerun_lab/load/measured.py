@@ -16,9 +16,9 @@ from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.methods import labels
-from forerun.measure.planner import Curve
 from forerun.measure.rounds import Measured, Sample, measure
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.length.prices import Curve
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.replica import Limits

@@ -1,4 +1,4 @@
-"""``forerun tune``: measures candidates, chooses the fastest, checks that it changes no token, writes the report."""
+"""``forerun tune``: measures candidates, chooses the fastest, and checks that it changes no token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.measure.page import bar, html, table
-from forerun.measure.rounds import PLAIN, EngineContender, Interleaved, Prompts, figures, identity, seeded_params
-from forerun.sampling.params import SamplingParams
+from forerun.measure.rounds import PLAIN, EngineContender, Interleaved, Prompts, identity, seeded_params
+from forerun.measure.search import Race
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
 from forerun.tune.page import header, label, minutes
@@ -47,6 +47,7 @@ def with_datastore(texts: Path) -> dict[str, Any]:
 def choose(
     llm: LLM,
     drafts: Sequence[Mapping[str, Any]],
+    known: Mapping[str, Any] | None,
     texts: Path | None,
     prompts: Prompts,
     tokens: int,
@@ -56,19 +57,20 @@ def choose(
     """Measure candidates, one request at a time at temperature 0, for about ``seconds``.
 
     Candidates are plain decoding, history drafters (also with the datastore ``texts``), the trained ``drafts`` at
-    several lengths, and the best of both kinds combined. Returns ``{"chosen": speculative_config, "measured":
-    [{"config", "tokens_per_second", "tokens_per_round", "speedup"}, ...]}``.
+    several lengths, the ``known`` drafter of the model, and the best of both kinds combined. Returns ``{"chosen":
+    speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"}, ...]}``.
     """
     history = [*HISTORY, *([with_datastore(texts)] if texts is not None else [])]
-    trained = [{**draft, **length} for draft in drafts for length in _lengths(draft)]
-    rows = _measured(llm, [PLAIN, *history, *trained], prompts, tokens, ALONE * seconds, shown)
-    if trained:
-        copying, head = _best(rows, history), _best(rows, trained)
+    heads = [{**draft, **length} for draft in drafts for length in _lengths(draft)]
+    heads += [] if known is None else [dict(known)]
+    rows = _measured(llm, [*history, *heads], prompts, tokens, ALONE * seconds, shown)
+    if heads:
+        copying, head = _best(rows, history), _best(rows, heads)
         combined = [
             {"method": "merged", "drafters": [head, copying]},
             {"method": "cascade", "drafters": [copying, head]},
         ]
-        rows += _measured(llm, [PLAIN, *combined], prompts, tokens, (1 - ALONE) * seconds, shown)[1:]
+        rows += _measured(llm, combined, prompts, tokens, (1 - ALONE) * seconds, shown)[1:]
     fastest = _best(rows)
     chosen = fastest if fastest["method"] == NONE else {**fastest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
@@ -87,26 +89,16 @@ def _best(rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]] 
 
 
 def _measured(
-    llm: LLM, configs: Sequence[Mapping[str, Any]], prompts: Prompts, tokens: int, seconds: float, shown: bool
+    llm: LLM, candidates: Sequence[Mapping[str, Any]], prompts: Prompts, tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
-    """A row of figures for each of ``configs``, the first of which is plain decoding."""
-    params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)]
+    """A row of figures for plain decoding, and for each of ``candidates``."""
     began = time.monotonic()
-    interleaved = Interleaved([EngineContender(llm, config, max_num_seqs=1) for config in configs])
+    race = Race(llm, candidates, prompts, tokens=tokens, repeats=REPEATS, ignore_eos=True)
     with progress("measuring", REPEATS * len(prompts), shown) as bar:
-        for repeat in range(REPEATS):
-            if repeat:
-                interleaved.renew(fresh=True)
-            interleaved.warm_up(prompts[:1], params)
-            for number, prompt in enumerate(prompts):
-                if (repeat or number >= FIRST_PROMPTS) and time.monotonic() - began > seconds:
-                    break
-                interleaved.run([prompt], params)
-                bar.update(repeat * len(prompts) + number + 1)
-    return [
-        {"config": dict(config), **figures(runs, interleaved.runs[0])}
-        for config, runs in zip(configs, interleaved.runs, strict=True)
-    ]
+        race.run(
+            lambda: time.monotonic() - began > seconds, lambda turn, _: bar.update(turn), FIRST_PROMPTS, drops=False
+        )
+    return race.rows()
 
 
 def check(llm: LLM, config: Mapping[str, Any], prompts: Prompts, tokens: int, shown: bool) -> dict[str, Any]:
@@ -122,15 +114,14 @@ def check(llm: LLM, config: Mapping[str, Any], prompts: Prompts, tokens: int, sh
     return identity(interleaved.runs[1], interleaved.runs[0])
 
 
-def verdict(result: Mapping[str, Any]) -> str:
-    """One line with the chosen drafter and its speed-ups."""
+def verdict(result: Mapping[str, Any], *, trained: bool) -> str:
+    """One line with the chosen drafter and its speed-ups. ``trained``: whether a draft was."""
     rows = {str(row["config"]): row for row in result["measured"]}
     chosen = {key: value for key, value in result["chosen"].items() if key != "length"}
     row = rows[str(chosen)]
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    trained = any("model" in row["config"] for row in result["measured"])
     pays = "; what was trained does not pay, history does" if trained and "'model'" not in str(chosen) else ""
     name = f"{chosen['method']} with the model's own text" if "'datastore'" in str(chosen) else chosen["method"]
     return (

@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.core.errors import ConfigError, one_line
 from forerun.engine import tuned
+from forerun.engine.auto import known_drafter
 from forerun.engine.llm import LLM
 from forerun.models.files.open import fingerprint, read_config, resolve
 from forerun.models.formats import int8
@@ -58,6 +59,8 @@ HELD_OUT_SHARE = 0.15
 FIT_TOKENS = 200_000
 """Tokens that an initialisation is fitted to, at most."""
 REPORT = "report.html"
+BUNDLED = "bundled"
+"""The copy of the model's bundled head, in a tuned folder."""
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -84,6 +87,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     state = TuneState(run, marks)
     if state.results.get("alone", {}).get("asked", _time_options(config)) != _time_options(config):
         state.forget("alone", "held", "choose", "check")
+    known = _known(config)
     if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
     if "alone" in state.results:
@@ -91,7 +95,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         config = replace(config, train=(), cpu_minutes=None)
     elif state.lacking(config.train):
         _train(config, folder, state, run, say)
-    compared = [list(config.train), str(config.out)]
+    compared = [list(config.train), str(config.out), known]
     if state.results.get("compared") != compared:
         state.forget("choose", "check")
         state.keep("compared", compared)
@@ -99,16 +103,31 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     if "choose" not in state.results:
         with state.stage("choose"):
             result = choose.choose(
-                llm, _drafts(config, llm), _texts(config, run), held[: config.probe], config.probe_tokens,
+                llm, _drafts(config, llm), known, _texts(config, run), held[: config.probe], config.probe_tokens,
                 SHARES["choose"] * config.seconds, config.progress,
             )  # fmt: skip
             state.keep("choose", result)
     if "check" not in state.results:
         with state.stage("check"):
-            chosen = tuned.placed(state.results["choose"]["chosen"], config.out)
+            drafts = {path: path for path in [_known_draft(known)] if path}
+            chosen = tuned.placed(state.results["choose"]["chosen"], config.out, drafts)
             state.keep("check", choose.check(llm, chosen, held, config.probe_tokens, config.progress))
     llm.close()
-    return _finish(config, state, say)
+    return _finish(config, state, known, say)
+
+
+def _known(config: TuneConfig) -> dict[str, Any] | None:
+    """The drafter that Forerun knows for the model. A bundled head is copied into the folder."""
+    known = known_drafter(config.model)
+    if known and "model" in known and not _known_draft(known):
+        shutil.copytree(known["model"], config.out / BUNDLED, dirs_exist_ok=True)
+        known["model"] = str(config.out / BUNDLED)
+    return known and {key: value for key, value in known.items() if key != "length"}
+
+
+def _known_draft(known: Mapping[str, Any] | None) -> str | None:
+    """The path of a draft model that lies outside of the folder."""
+    return known.get("model") if known and known["method"] == "draft_model" else None
 
 
 def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
@@ -156,9 +175,13 @@ def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Cal
     budget = config.writing * config.seconds
     token_bytes = 2 * len(layers) * text.hidden_size + 4
     given = _given_answers(config, llm)
+    asked = _time_options(config)
     with state.stage("load"):
-        planned = writer.tokens_to_read(given) if given else round(writer.speed(held_out) * budget)
-        planned = min(config.max_tokens, planned)
+        planned = state.results.get("planned", {}).get(str(asked))  # what was decided before an interruption holds
+        if planned is None:
+            planned = writer.tokens_to_read(given) if given else round(writer.speed(held_out) * budget)
+            planned = min(config.max_tokens, planned)
+            state.keep("planned", {str(asked): planned})
     if not held_out:
         raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
     too_little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
@@ -174,7 +197,7 @@ def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Cal
         state.keep("held", held_out[:: -(-len(held_out) // count)])
     if alone:
         llm.close()
-        state.keep("alone", {"asked": _time_options(config), "why": _too_little(config, planned)})
+        state.keep("alone", {"asked": asked, "why": _too_little(config, planned)})
         return
     memory = _memory(llm, longest, text, config.rows, bool(config.train))
     _announce(config, run, planned, planned * token_bytes, memory, say)
@@ -227,12 +250,14 @@ def _time_options(config: TuneConfig) -> list[float]:
 def _too_little(config: TuneConfig, planned: int) -> str:
     """The message for a time that is too short for training."""
     enough = config.hours * config.min_tokens / max(1, planned)
+    known = known_drafter(config.model)
+    others = f", and the {known['method']} that Forerun knows for this model," if known else ""
     return (
         f"{config.hours * 60:.1f} minutes are too few: the model would write about {planned:,} tokens, and from fewer "
         f"than {config.min_tokens:,} (--min-tokens) nothing learns to draft well enough to pay (figures: "
         "docs/tune.md). So nothing is trained: drafters that copy from the text so far "
-        f"({', '.join(way['method'] for way in choose.HISTORY)}) are measured, and the quickest is kept. They bring "
-        f"much where answers repeat, little elsewhere. About --hours {enough:.2g} would train"
+        f"({', '.join(way['method'] for way in choose.HISTORY)}){others} are measured, and the quickest is kept. "
+        f"Copies bring much where answers repeat, little elsewhere. About --hours {enough:.2g} would train"
     )
 
 
@@ -329,14 +354,14 @@ def _settings(config: TuneConfig, kind: HeadKind, seconds: float, out: Path) -> 
     )  # fmt: skip
 
 
-def _finish(config: TuneConfig, state: TuneState, say: Callable[[str], None]) -> Path:
+def _finish(config: TuneConfig, state: TuneState, known: Mapping[str, Any] | None, say: Callable[[str], None]) -> Path:
     """Write the report and ``tuned.json``, whose paths are relative. Raises ConfigError if a token differs."""
     result, checked = state.results["choose"], state.results["check"]
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
     chosen = result["chosen"]
     text, files = json.dumps(chosen), []
-    for name in (*config.train, TEXTS):
+    for name in (*config.train, BUNDLED, TEXTS):
         path = json.dumps(str(config.out / name))
         if path in text:
             text = text.replace(path, json.dumps(name))
@@ -344,7 +369,10 @@ def _finish(config: TuneConfig, state: TuneState, say: Callable[[str], None]) ->
             files += [str(part.relative_to(config.out)) for part in parts]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
     accepted = state.results.get("train", {})
-    tuned.save(config.out, config.model, json.loads(text), files, figures=result["measured"], accepted=accepted)
-    say(choose.verdict(result))
+    tuned.save(
+        config.out, config.model, json.loads(text), files, draft=_known_draft(known), figures=result["measured"],
+        accepted=accepted,
+    )  # fmt: skip
+    say(choose.verdict(result, trained=bool(config.train)))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
     return config.out

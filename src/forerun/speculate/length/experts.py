@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from forerun.models.run.base import MixtureInfo
 from forerun.theory import expected_experts
@@ -24,8 +21,6 @@ class ExpertReads:
     """How many rows the prior weighs, which is chance."""
     FADE = 0.98
     """Decay of the evidence per round."""
-    TOLERANCE = (0.2, 0.07)
-    """Ridge weights of the two coefficients in ``fitted``, rows and experts."""
     STEPS = 12
     """Bisections of ``learn``."""
 
@@ -67,38 +62,9 @@ class ExpertReads:
         read = experts / mixture.layers / mixture.chosen if experts else self.times(rows, sequences)
         return 1.0 + self.ROW * (rows - 1.0) + mixture.share * (read - 1.0)
 
-    def fitted(self, points: Mapping[int, float], sequences: int) -> Callable[[int], float]:
-        """``price`` by rows, its coefficients fitted to measured ``points`` (cost in plain rounds by rows).
-
-        Ridge regression of relative errors, towards the prior coefficients.
-        """
-        prior = torch.tensor([self.ROW, self.mixture.share], dtype=torch.float64)
-
-        def more(rows: int) -> list[float]:
-            return [rows - sequences, (self.times(max(rows, sequences), sequences) - self.times(sequences, sequences))]
-
-        prices = torch.tensor(list(points.values()), dtype=torch.float64)
-        weights = torch.tensor([more(rows) for rows in points], dtype=torch.float64) / prices[:, None]
-        ridge = torch.diag(torch.tensor(self.TOLERANCE, dtype=torch.float64))
-        result = torch.linalg.lstsq(torch.cat([weights, ridge]), torch.cat([1 - 1 / prices, ridge @ prior])).solution
-        row, experts = result.clamp(min=1e-3).tolist()
-        return lambda rows: 1.0 + row * more(rows)[0] + experts * more(rows)[1]
-
     def state(self) -> list[float]:
         return [self.same_text, self.other_text]
 
     def restore(self, state: Any) -> None:
         """Raises TypeError or ValueError for anything but a ``state``."""
         self.same_text, self.other_text = (min(max(float(overlap), 0.0), 1.0) for overlap in state)
-
-    def report(self, rows: Mapping[int, float]) -> dict[str, Any]:
-        """As JSON: the mixture, the overlap of rows of one text, and by ``rows`` the experts that were read.
-
-        Experts are summed over layers, and given over those of one row.
-        """
-        mixture = self.mixture
-        one = mixture.layers * mixture.chosen
-        return {
-            "count": mixture.count, "chosen": mixture.chosen, "share": mixture.share, "again": self.same_text,
-            "read": {count: experts / one for count, experts in rows.items()},
-        }  # fmt: skip

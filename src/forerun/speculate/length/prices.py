@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import ceil, exp, inf, log
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -41,15 +41,17 @@ method the seconds in which its drafter read a prompt token; None if there is no
 
 class Curve:
     """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them. It
-    never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``."""
+    never falls with a larger count: a higher point was disturbed. Counts are padded to a ``multiple``."""
 
-    def __init__(self, points: Mapping[int, float], expected: Callable[[Any], float] = float) -> None:
+    def __init__(self, points: Mapping[int, float], multiple: int = 1) -> None:
         least, kept = inf, {}
         for count in sorted(points, reverse=True):
             least = kept[count] = min(least, points[count])
-        self.points, self.expected = dict(sorted(kept.items())), expected
+        self.points, self.multiple = dict(sorted(kept.items())), multiple
 
     def __call__(self, count: float) -> float:
+        if self.multiple > 1:
+            count = ceil(count / self.multiple) * self.multiple
         counts, points = list(self.points), self.points
         if count in points:
             return points[int(count)]
@@ -57,9 +59,8 @@ class Curve:
             return points[counts[0]]
         right = min(bisect_left(counts, count), len(counts) - 1)
         low, high = counts[right - 1], counts[right]
-        start, end, here = map(self.expected, (low, high, count))
-        slope = (points[high] - points[low]) / (end - start)
-        return max(points[low] + slope * (here - start), points[counts[0]])
+        slope = (points[high] - points[low]) / (high - low)
+        return max(points[low] + slope * (count - low), points[counts[0]])
 
 
 @dataclass
