@@ -21,7 +21,7 @@ if typing.TYPE_CHECKING:
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
     from forerun.speculate.names import drafters
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "core.errors": "ConfigError ForerunError ModelError RequestError",
