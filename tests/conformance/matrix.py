@@ -16,7 +16,7 @@ from forerun.speculate.draft import drafters
 from forerun.speculate.length import policies
 
 TREE = (3, 2, 1)
-SHAPES = {"chain": {}, "tree": {"tree": TREE}, "best-first": {"tree_nodes": 7}}
+SHAPES = {"chain": {}, "tree": {"tree": TREE}, "best-first": {"tree_nodes": 7}, "choices": {"second_choices": 2}}
 """Shapes of drafts and the keys of ``speculative_config`` that ask for them."""
 PAGE_SIZES = (None, 16)
 PATHS = ("native", "hf")

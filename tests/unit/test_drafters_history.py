@@ -10,7 +10,9 @@ import pytest
 import torch
 from drafting import VOCAB, build, noisy_text, occurrences, sequence
 from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
 
+from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Verdict
 from forerun.speculate.draft.best_first import GrowingTree, best_first, depth_first, shaped
@@ -256,6 +258,42 @@ def test_improbable_tokens_are_not_drafted():
     text = [1, 2, 1, 3, 1, 4, 1, 5, 1]
     assert len(build("suffix", suffix_decoding_min_token_prob=0.1).propose([sequence(text)], [4])[0]) == 1
     assert not len(build("suffix", suffix_decoding_min_token_prob=0.5).propose([sequence(text)], [4])[0])
+
+
+def test_second_choices_that_followed_before_are_branches_beside_the_chain():
+    drafter = build("suffix", second_choices=3, num_speculative_tokens=4)
+    text = [1, 2, 3, 4, 9, 1, 5, 6, 7, 9, 1, 2, 3, 8, 1]
+    assert drafter.propose([sequence(text)], [4])[0].tokens == [2]
+    drafter.choices[1] = [5, 7, 2]
+    draft = drafter.propose([sequence(text)], [4])[0]
+    assert [draft.path_tokens(node) for node in range(len(draft))] == [
+        [2], [5], [5, 6], [5, 6, 7], [2, 3], [2, 3, 8],
+    ]  # fmt: skip
+    assert drafter.propose([sequence(text)], [1])[0].tokens == [2, 5]
+    assert drafter.config.nodes_by_depth() == [0, 4, 8, 12, 13]
+    drafter.release(sequence(text))
+    assert drafter.propose([sequence(text)], [4])[0].tokens == [2]
+    refused(ConfigError, "beside a chain", build, "suffix", second_choices=1, tree=[2, 1])
+
+
+def test_second_choices_are_the_targets_next_best_tokens(tiny_target):
+    llm = LLM(tiny_target, speculative_config={"method": "suffix", "second_choices": 2})
+    model, drafter = AutoModelForCausalLM.from_pretrained(tiny_target), llm.engine.router.drafters["suffix"]
+    accepted = []
+
+    def check(result):
+        (one,), (verdict,) = result.verification.scores.sequences, result.verdicts
+        if one.id not in llm.engine.jobs:  # it has ended
+            return
+        logits = model(torch.tensor([one.tokens[:-1]])).logits[0, -1]
+        best = [token for token in logits.topk(3).indices.tolist() if token != one.tokens[-1]][:2]
+        assert drafter.choices[one.id] == best
+        accepted.append(verdict.accepted)
+
+    llm.engine.on_round = check
+    llm.generate([[5, 6, 7] * 5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert sum(accepted) > 3
+    assert not drafter.choices
 
 
 def finish(drafter, tokens, prompt, key):

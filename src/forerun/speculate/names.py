@@ -34,7 +34,8 @@ KEYS = {
     "staged": f"{DRAFT_MODEL} drafter",
     "suffix": (
         "tree_nodes suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob datastore"
+        "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob datastore "
+        "second_choices"
     ),
     "token_recycling": "tree_nodes recycled_candidates",
 }

@@ -9,23 +9,27 @@ names are vLLM's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import inf, log
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from forerun.core.batch import Scores
 from forerun.core.config import COUNT, FRACTION, POSITIVE, Within
+from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.best_first import Continuations, TreeConfig
+from forerun.speculate.draft.best_first import Continuations, TreeConfig, likeliest_chain
 from forerun.speculate.draft.datastore import Datastore, DatastoreMatch
 from forerun.speculate.draft.ngram import HistoryDrafter
 from forerun.speculate.verify import Verification
 
 ROOT = 0
 MAX_RECOUNT = 32
+BRANCH = 3
+"""The depth of a second choice's branch."""
 SHORTER_MATCHES = 2
 """How many shorter matches, each with more occurrences, are tried after the longest one."""
 
@@ -143,6 +147,9 @@ class SuffixConfig(TreeConfig):
     """Tokens whose path is estimated to be less likely are not drafted."""
     datastore: str | None = None
     """File that is searched too: text, or token ids (``.safetensors``) as ``forerun tune`` writes them."""
+    second_choices: int = 0
+    """So many of the target's next best tokens at the last position each begin a branch beside the chain, if the text
+    goes on with them. They often come one position later (LogitSpec)."""
     unsupported: ClassVar = {"draft_temperature": "method 'suffix' draws nothing from a distribution"}
     limits: ClassVar = {
         "suffix_decoding_max_tree_depth": Within(least=2, whole=True),
@@ -150,7 +157,22 @@ class SuffixConfig(TreeConfig):
         "suffix_decoding_max_cached_tokens": COUNT,
         "suffix_decoding_max_spec_factor": POSITIVE,
         "suffix_decoding_min_token_prob": FRACTION,
+        "second_choices": Within(least=0, most=16, whole=True),
     }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.second_choices and super().branches:
+            raise ConfigError("second_choices are branches beside a chain: remove it, or 'tree' and 'tree_nodes'")
+
+    @property
+    def branches(self) -> bool:
+        return super().branches or self.second_choices > 0
+
+    def nodes_by_depth(self) -> list[int]:
+        return [
+            nodes + self.second_choices * min(depth, BRANCH) for depth, nodes in enumerate(super().nodes_by_depth())
+        ]
 
 
 class Match(NamedTuple):
@@ -281,6 +303,8 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         self.past = PastOutputs(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
         self.has_evidence = not config.branches
         self.used: dict[int, tuple[TextBlock, int]] = {}
+        self.choices: dict[int, list[int]] = {}
+        """By sequence, the target's next best tokens at the last position, best first."""
         self.stores: list[Datastore] = []
         if config.datastore is not None:
             vocab_size = context.target.info.vocab_size
@@ -292,6 +316,17 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         return Text()
 
     def draft(self, sequence: RequestState, index: Text, tail: list[int], budget: int) -> Draft:
+        best = self._likeliest(sequence, index, tail, budget)
+        for token in self.choices.get(sequence.id, ()) if not tail else ():
+            match = index.match([token])
+            if match.length > 1:  # the last token was followed by it before
+                node = best.add(token)
+                rest, _ = likeliest_chain(match.continuations, match.state, min(budget, BRANCH) - 1)
+                for each in rest.tokens:
+                    node = best.add(each, node)
+        return best
+
+    def _likeliest(self, sequence: RequestState, index: Text, tail: list[int], budget: int) -> Draft:
         reach = self.config.suffix_decoding_max_tree_depth
         matches: list[Match | DatastoreMatch] = [index.match(tail)]
         matches += [block.match(sequence.id, index.seen, tail, reach) for block in self.past.blocks]
@@ -319,18 +354,37 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         depth = min(depth, config.suffix_decoding_max_tree_depth - 1)
         lowest = config.suffix_decoding_min_token_prob
         source: Continuations[Any] = match.continuations
-        return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"), match.length)
+        floor = log(lowest) if lowest else -inf
+        if config.second_choices:
+            return likeliest_chain(source, match.state, depth, floor)
+        return config.grow(source, match.state, depth, floor, match.length)
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             used = self.used.pop(sequence.id, None)
             if used is not None and verdict.accepted:
                 self.past.touch(*used)
+        if self.config.second_choices:
+            self._remember_choices({s.id: v.tokens for s, v in zip(sequences, verdicts)}, result.scores)
+
+    def _remember_choices(self, emitted: Mapping[int, list[int]], scores: Scores) -> None:
+        count = self.config.second_choices + 1
+        for slot, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
+            tokens = emitted.get(sequence.id)
+            if not tokens or sequence.group is not None:
+                continue
+            node = -1
+            for token in tokens[:-1]:
+                node = draft.children(node)[token]
+            logits, ids = scores.warped[scores.row(slot, node)].topk(min(count, scores.warped.shape[1]))
+            possible = [token for logit, token in zip(logits.tolist(), ids.tolist()) if logit > -inf]
+            self.choices[sequence.id] = [token for token in possible if token != tokens[-1]][: count - 1]
 
     def release(self, sequence: RequestState) -> None:
         """A finished request's output becomes a past one; a preempted request has not finished."""
         super().release(sequence)
         self.used.pop(sequence.id, None)
+        self.choices.pop(sequence.id, None)
         self.past.forget(sequence.id)
         if sequence.num_computed_tokens:
             self.past.add(sequence.id, sequence.tokens[sequence.num_prompt :])
