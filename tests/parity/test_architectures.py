@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -254,17 +255,22 @@ def test_a_head_in_one_call_says_what_its_module_says(described, tmp_path, name)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     head.save(tmp_path)
+    head = EagleHead.load(tmp_path)
     llm = LLM(described(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
     (drafter,) = llm.engine.router.drafters.values()
-    feature, result = torch.randn(6, SIZES["hidden_size"]), []
-    for _ in range(2):
-        result.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
-        assert drafter.fused is not None or len(result) == 2
-        shape = KVShape(2, 16, 16)
-        drafter.attention = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
-        drafter.fused = None
-    assert apart(result[0][0], result[1][0]) < 1e-5
-    assert apart(result[0][1], result[1][1]) < 1e-5
+    feature, tokens = torch.randn(6, SIZES["hidden_size"]), ids(6)
+    embedded = llm.model.embed(torch.tensor(tokens))
+    stream = head.enter(embedded, feature)
+    q, k, v = (each.transpose(0, 1) for each in head.qkv(embedded, stream, torch.arange(6)))
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    states, normed = head.outputs(head.finish(stream, attended.transpose(0, 1).flatten(1))[[2, 5]])
+    for fused in (True, False):
+        got = drafter._run([Span(0, 0, tokens, logits=[2, 5])], feature)
+        assert (drafter.decoder.fused is not None) == fused
+        assert apart(got[0], states) < 1e-5
+        assert apart(got[1], llm.model.lm_head(normed)) < 1e-5
+        drafter.decoder.fused = None
+        drafter.attention = SdpaAttention(Pool([KVShape(2, 16, 16)], 1, 64, torch.float32, torch.device("cpu")))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from damage import CONFIG, QUERY, edit, weights
 from described import SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.drafter_files import method_of
-from forerun.speculate.draft.heads.assistant import TargetReader
+from forerun.models.run.assistant import TargetReader
 from gguf_files import add, finish
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama

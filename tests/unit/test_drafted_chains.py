@@ -49,7 +49,9 @@ def options(request, described, tiny_target, tiny_draft, tmp_path):
         kind = "int8_rows" if request.param == "reduced" else "q4_0"
         model = reduced_head(Path(tiny_target), tmp_path)
         return {"method": "eagle", "model": model, "quantization": kind, "confidence_threshold": 0.05}
-    return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
+    method = request.param
+    more = SURE | {"draft_vocab_size": 60} if method == "mtp" else {}
+    return {"method": method, **drafters[method].example(Path(tiny_target), tmp_path), **more}
 
 
 def reduced_head(target, folder):

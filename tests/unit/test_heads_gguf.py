@@ -26,8 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from unrolled import unrolled
 
 from forerun import LLM, ForerunError
+from forerun.models.run.rotary import default_frequencies
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import frequencies
 from gguf_files import add, finish
 from refusals import refused
 
@@ -173,8 +173,8 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
     features = torch.cat([hidden[1][0], hidden[2][0]], -1)
     if third:
         features /= (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() / weights["input_norm.weight"]
-        torch.testing.assert_close(frequencies(WIDTH, 1000.0, torch.device("cpu"), head.rope_scaling), llama3(WIDTH))
-        assert not torch.allclose(frequencies(WIDTH, 1000.0, torch.device("cpu")), llama3(WIDTH))
+        torch.testing.assert_close(head.frequencies, llama3(WIDTH))
+        assert not torch.allclose(default_frequencies(WIDTH, 1000.0), llama3(WIDTH))
     features = features @ weights["fc.weight"].T
     normed = (
         features / (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights["layers.0.hidden_norm.weight"]

@@ -24,8 +24,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp
+from forerun.models.formats import ON_CPU
 from gguf_files import VOCABULARY, finish
 from gguf_files import add as set_field
+from here import where
 from refusals import refused
 from tiny import save_checkpoint
 
@@ -220,7 +222,7 @@ def test_a_layer_with_latent_attention_in_a_gguf_file_drafts_the_same(tmp_path):
     weights = {deepseek_names(name): t for name, t in layer.state_dict().items()}
     both = deepseek_names("mtp_block.self_attn.kv_b_proj.weight")
     save_file({**tensors, **weights, both: weights[both][:-1]}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ForerunError, match=r"has kv_b_proj of \[87, 24\], not \[88, 24\]"):
+    with pytest.raises(ForerunError, match=r"kv_b_proj.weight has shape \[87, 24\]; its config asks for \[88, 24\]"):
         LLM(str(tmp_path), speculative_config={"method": "mtp"})
 
 
@@ -232,8 +234,9 @@ def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path):
     assert drafted == expected(model, layer, committed, 4, ids)
 
 
-def write_gguf(folder, model, layer, names=None):
-    """Target and layer as one GGUF file in float32; with ``names``, those of the layer stay a checkpoint's."""
+def write_gguf(folder, model, layer, names=None, kind=None):
+    """Target and layer as one GGUF file in float32; with ``names``, those of the layer stay a checkpoint's. ``kind``:
+    the type of the layer's matrices, which are rounded to it in place."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen3")
     tokens = VOCABULARY["tokenizer.ggml.tokens"]
@@ -265,8 +268,24 @@ def write_gguf(folder, model, layer, names=None):
         if stem not in ends:
             _, _, number, rest = stem.split(".", 3)
             stem = f"blk.{number}.{block[rest]}"
-        writer.add_tensor(f"{ends.get(stem, stem)}.weight", tensor.numpy().astype(np.float32))
+        numbers, raw = tensor.numpy().astype(np.float32), None
+        if kind is not None and name in inside and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            numbers, raw = gguf.quants.quantize(numbers, kind), kind
+            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(numbers, kind)))
+        writer.add_tensor(f"{ends.get(stem, stem)}.weight", numbers, raw_dtype=raw)
     return finish(writer, path)
+
+
+@pytest.mark.parametrize("kind", where(ON_CPU["q8_0"].can(torch.float32, torch.device("cpu")), ["q8_0"]))
+def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, kind):
+    model, layer = qwen(tmp_path)
+    path = write_gguf(tmp_path, model, layer, kind=gguf.GGMLQuantizationType[kind.upper()])
+    llm = LLM(str(path), speculative_config={"method": "mtp"}, dtype="float32")
+    (drafter,) = llm.engine.router.drafters.values()
+    kinds = [linear.kind for linear in drafter.decoder.linears()]
+    assert kinds.count(kind.upper()) == len(kinds) - 1  # 48 inputs of down_proj are no whole blocks
+    drafted, committed = draft(path)
+    assert drafted == expected(model, layer, committed, 4, None)
 
 
 @pytest.mark.parametrize("names", [None, qwen_names])
@@ -318,11 +337,11 @@ def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):
 
     wrong(
         {**full, f"{at}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)},
-        "has latent attention, its target is qwen3",
+        "has 1 weights that its config leaves out, .*kv_a_proj_with_mqa.weight",
     )
-    wrong({name: t for name, t in full.items() if "v_proj" not in name}, "lacks v_proj")
+    wrong({name: t for name, t in full.items() if "v_proj" not in name}, "lacks 1 weights, .*v_proj.weight among them")
     wrong({**full, f"{at}eh_proj.weight": torch.zeros(32, 32)}, "eh_proj.weight has shape")
-    wrong({**full, f"{at}surprise.weight": torch.zeros(2)}, "surprise.weight has shape")
+    wrong({**full, f"{at}surprise.weight": torch.zeros(2)}, "its config leaves out, .*surprise.weight")
     save_file({**weights, **full}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ForerunError, match="draft_vocab_size is 100"):
         LLM(str(tmp_path), speculative_config={**config, "draft_vocab_size": 100})

@@ -37,6 +37,8 @@ class Norms:
     before_attention: Name | None = Name("input_layernorm", "attn_norm")
     after_attention: Name | None = None
     """Norms attention's output before it is added to the residual."""
+    token: Name | None = None
+    """Norms the token's embedding: attention reads [this, its normed input] (EAGLE-3, arXiv 2503.01840)."""
     before_mlp: Name | None = Name("post_attention_layernorm", "ffn_norm")
     after_mlp: Name | None = None
     query: Name | None = None
@@ -291,6 +293,16 @@ class Recurrence:
     """These layers have attention too: both read the same normed input, and both outputs are added (Falcon-H1)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInput:
+    """What a drafter's first layer reads, of a token's embedding and a row that it is given: the product of ``mix`` and
+    [embedding, row], each after its norm; without a ``mix`` the row. Embedding and output layer are the target's."""
+
+    mix: Name | None = None
+    norm_embedding: Name | None = None
+    norm_given: Name | None = None
+
+
 Mixer = ShortConvSpec | Recurrence
 """A layer's sequence mixer that keeps a state, in place of attention or beside it."""
 
@@ -345,6 +357,8 @@ class Architecture:
     per_layer: PerLayerEmbeddings | None = None
     layer_scale: Name | None = None
     """One number that multiplies a layer's output."""
+    draft_input: DraftInput | None = None
+    """None: it is no drafter."""
     prefixes: tuple[str, ...] = ()
     """Prefixes of the decoder's tensors in some checkpoints, such as those of models that also read pictures."""
     skipped: tuple[str, ...] = ()
@@ -395,13 +409,18 @@ class Architecture:
 
     def outer_norms(self) -> Iterator[Name]:
         """Every norm but a mixer's."""
-        values = (getattr(self.norms, field.name) for field in fields(self.norms))
+        values = [getattr(self.norms, field.name) for field in fields(self.norms)]
+        if self.draft_input is not None:
+            values += [self.draft_input.norm_embedding, self.draft_input.norm_given]
         yield from (self.norm, *(value for value in values if isinstance(value, Name)))
 
     def _outer_names(self) -> tuple[Name, ...]:
         """Names of the tensors outside layers."""
         table = () if self.per_layer is None else (self.per_layer.table, self.per_layer.project, self.per_layer.norm)
-        return self.embedding, self.norm, self.head, *table
+        own: tuple[Name | None, ...] = self.embedding, self.head
+        if (given := self.draft_input) is not None:
+            own = given.mix, given.norm_embedding, given.norm_given
+        return self.norm, *(name for name in own if name is not None), *table
 
     def layer_names(self) -> Iterator[Name]:
         """Names of a layer's tensors."""

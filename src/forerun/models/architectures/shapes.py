@@ -17,19 +17,24 @@ Axes = tuple[Axis, ...]
 Tensors = Iterator[tuple[str, Axes]]
 
 
-def shapes(config: Any) -> dict[str, Shape]:
-    """Shapes by name of every weight and bias that a checkpoint of a described ``config`` must hold. Projections are
-    [outputs, inputs]; a tied output layer has no tensor."""
+def shapes(config: Any, spec: Spec | None = None) -> dict[str, Shape]:
+    """Shapes by name of every weight and bias that a checkpoint of a described ``config``, or a drafter of this spec,
+    must hold. Projections are [outputs, inputs]; a tied output layer has no tensor."""
     return {
         name: tuple(axis if isinstance(axis, int) else sum(count * width for count, width in axis) for axis in axes)
-        for name, axes in tensors(bind(config), config).items()
+        for name, axes in tensors(spec or bind(config), config).items()
     }
 
 
 def tensors(spec: Spec, config: Any) -> dict[str, Axes]:
     """The same tensors' axes. Ranks split embedding and output layer by tokens, which axes do not say."""
     architecture, words = spec.architecture, (config.vocab_size, spec.hidden)
-    result: dict[str, Axes] = {f"{architecture.embedding.checkpoint}.weight": words}
+    given = architecture.draft_input
+    result: dict[str, Axes] = {} if given else {f"{architecture.embedding.checkpoint}.weight": words}
+    for each in (given.norm_embedding, given.norm_given) if given else ():
+        result |= {} if each is None else _norm(architecture, each, spec.hidden)
+    if given and given.mix is not None:
+        result[f"{given.mix.checkpoint}.weight"] = (spec.hidden, 2 * spec.hidden)
     if spec.per_layer_width and (names := architecture.per_layer) is not None:
         every = len(spec.layers) * spec.per_layer_width
         result[f"{names.table.checkpoint}.weight"] = (getattr(config, names.vocab), every)
@@ -39,14 +44,13 @@ def tensors(spec: Spec, config: Any) -> dict[str, Axes]:
         for name, axes in _layer(spec.at(index), layer, config):
             result[f"{architecture.layers.checkpoint}.{index}.{name}"] = axes
     result |= _norm(architecture, architecture.norm, spec.hidden)
-    if not config.tie_word_embeddings:
+    if not given and not config.tie_word_embeddings:
         result[f"{architecture.head.checkpoint}.weight"] = words
     return result
 
 
-def unread(config: Any) -> set[str]:
+def unread(spec: Spec) -> set[str]:
     """Names of tensors that checkpoints may hold for layers which read the keys and values of others."""
-    spec = bind(config)
     norms, attention, prefix = spec.architecture.norms, spec.architecture.attention, spec.architecture.layers.checkpoint
     names = [name.checkpoint for name in (*attention.qkv[1:], norms.key) if name is not None]
     layers = [index for index, layer in enumerate(spec.layers) if layer.kv_source is not None]
@@ -69,7 +73,7 @@ def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Tensors:
         yield from _linear(names.gate, spec.per_layer_width, spec.hidden)
         yield from _linear(names.out, spec.hidden, spec.per_layer_width)
         yield from _norm(architecture, names.after, spec.hidden).items()
-    for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp):
+    for name in (norms.before_attention, norms.token, norms.after_attention, norms.before_mlp, norms.after_mlp):
         if name is not None:
             yield from _norm(architecture, name, spec.hidden).items()
 
@@ -79,7 +83,8 @@ def _attention(spec: Spec, layer: LayerSpec, config: Any) -> Tensors:
     heads, kv_heads = (spec.heads, spec.head_dim), (spec.kv_heads, spec.head_dim)
     queries = (spec.heads, 2 * spec.head_dim) if attention.gated else heads
     names = attention.qkv[: 1 if shares else 2 if layer.key_is_value else 3]
-    yield from _linears(names, (queries, kv_heads, kv_heads), spec.hidden, bias=_has(config, attention.bias))
+    read = spec.hidden if norms.token is None else 2 * spec.hidden
+    yield from _linears(names, (queries, kv_heads, kv_heads), read, bias=_has(config, attention.bias))
     yield from _linear(attention.out, spec.hidden, (heads,), bias=_has(config, attention.out_bias))
     if attention.sinks is not None:
         yield attention.sinks.checkpoint, (spec.heads,)

@@ -241,9 +241,9 @@ class Spec:
 # ---------------------------------------------------------------- what is not described
 
 
-def refusal(config: Any) -> str | None:
-    """Why no description covers a checkpoint of this config; None if one does."""
-    architecture = ARCHITECTURES.get(config.model_type)
+def refusal(config: Any, architecture: Architecture | None = None) -> str | None:
+    """Why no description, or not this one, covers a checkpoint of this config; None if one does."""
+    architecture = architecture or ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"{config.model_type} is not among the described architectures ({', '.join(ARCHITECTURES)})"
     return next(_reasons(architecture, config), None)
@@ -395,9 +395,9 @@ def keeps_state(config: Any) -> bool:
     return mixer is not None and mixer.layer_type in (config.layer_types or ())
 
 
-def bind(config: Any) -> Spec:
+def bind(config: Any, architecture: Architecture | None = None) -> Spec:
     """The spec of a checkpoint that ``refusal`` does not refuse."""
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = architecture or ARCHITECTURES[config.model_type]
     attention, experts = architecture.attention, architecture.experts
     clamp = () if experts is None else experts.clamp
     first = config.per_layer_config[0] if attention.per_layer_sizes else config

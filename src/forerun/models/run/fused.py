@@ -48,6 +48,9 @@ class Decoder:
     mix: Any = None
     """Makes the first layer's input of [token embedding, given row]; None: the input is the given row, if there is one,
     or else the embedding."""
+    norm_embedding: Any = None
+    """Norms the embedding for ``mix``, as ``norm_given`` the given row."""
+    norm_given: Any = None
     table: LayerTable | None = None
 
     def can_fuse(self) -> bool:
@@ -55,7 +58,7 @@ class Decoder:
         linears = [linear for layer in self.layers for linear in layer.linears()]
         if self.total is None:
             linears += [self.head, *([self.mix] if self.mix is not None else [])]
-        norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
+        norms = [*self._norms(), *(norm for layer in self.layers for norm in layer.norms())]
         if (table := self.table) is not None:
             linears.append(table.project)
             norms.append(table.norm)
@@ -71,12 +74,17 @@ class Decoder:
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
             and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
             and all(layer.latent is None or layer.latent.fields() is not None for layer in self.layers)
+            and all(layer.norm_token is None or layer.norm_attention is not None for layer in self.layers)
         )
+
+    def _norms(self) -> list[Any]:
+        """Norms outside layers."""
+        return [norm for norm in (self.norm, self.norm_embedding, self.norm_given) if norm is not None]
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread. It compares the sizes of linear layers itself."""
         dtype, hidden, heads = self.embedding.dtype, self.embedding.width, self.spec.heads
-        parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
+        parts = self._norms() + ([] if self.total is not None else [self.head, self.mix])
         for layer in self.layers:
             parts += [*map(_own, layer.linears()), *layer.norms()]
             width, kv_heads = layer.head_dim, layer.own_kv_heads
@@ -103,10 +111,10 @@ class Decoder:
                 )
         if any(getattr(part, "dtype", None) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
-        outer = [norm for layer in self.layers for norm in layer.outer_norms()]
+        outer = [*self._norms(), *(norm for layer in self.layers for norm in layer.outer_norms())]
         if any(norm.subtracts is not self.norm.subtracts for norm in outer):
             raise ValueError("layer norms beside RMS norms")
-        if self.norm.weight.numel() != self.embedding.width:
+        if any(norm.weight.numel() != self.embedding.width for norm in self._norms()):
             raise ValueError("the final norm has other numbers than the hidden state")
 
 

@@ -208,7 +208,7 @@ class Layer:
         """Moves norms and the ``activation`` into the linear layers beside them that compute these too, as those of
         GPUs do. With ``parallel`` attention and MLP share a norm."""
         if not parallel:
-            if self.mixer is None and _absorb(self.qkv, norm=self.norm_attention):
+            if self.mixer is None and self.norm_token is None and _absorb(self.qkv, norm=self.norm_attention):
                 self.norm_attention = None
             if self.experts is None and _absorb(self.gate_up, norm=self.norm_mlp):
                 self.norm_mlp = None
@@ -263,6 +263,7 @@ class Builder:
         norms = architecture.norms
         layer = Layer(
             norm_attention=self._outer_norm(norms.before_attention) if spec.attention or spec.mixer else None,
+            norm_token=self._outer_norm(norms.token),
             after_attention=self._outer_norm(norms.after_attention),
             norm_mlp=self._outer_norm(norms.before_mlp) if spec.mlp or spec.experts else None,
             after_mlp=self._outer_norm(norms.after_mlp),

@@ -147,6 +147,11 @@ class NativeModel(TiledModel):
                 builder.norm(table.norm.checkpoint),
                 spec.per_layer_width,
             )
+        self._build_ends(builder, outputs)
+
+    def _build_ends(self, builder: Builder, outputs: torch.Tensor | None) -> None:
+        """Embedding and output layer."""
+        spec, names, maker = self.spec, self.spec.architecture, builder.maker
         tied = f"{names.head.checkpoint}.weight" not in maker.weights
         source = (names.embedding if tied else names.head).checkpoint
         self._head = maker.linear(source, order=[] if outputs is None else [lambda rows: rows[outputs]])
@@ -273,13 +278,18 @@ class NativeModel(TiledModel):
             x = hidden[last] if normed else raw
         else:
             x, hidden, experts = self._through(batch, attention, metadata, x, None if normed else rows)
+            if RAW in batch.hidden:
+                hidden[RAW] = x[: batch.num_logits]
         if normed:
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self._num_logits, dtype=torch.float32), hidden, experts)
         x = (x if normed else self._norm(x))[: batch.num_logits]
-        logits = self._head(self.pad_logits(x))
-        return Output(self._scale_logits(logits[: batch.num_logits].float()), hidden, experts)
+        return Output(self._score(x), hidden, experts)
+
+    def _score(self, x: torch.Tensor) -> torch.Tensor:
+        """Float32 logits of normed states."""
+        return self._scale_logits(self._head(self.pad_logits(x))[: len(x)].float())
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         x = self._embedding(batch.input_ids)
@@ -348,6 +358,9 @@ class NativeModel(TiledModel):
         """One layer's output; after attention, only the rows ``kept`` go on."""
         layer, count = self._layers[index], run.metadata.batch.num_rows
         normed = x if layer.norm_attention is None else layer.norm_attention(x)
+        if layer.norm_token is not None:
+            token = layer.norm_token(self.pad(self.embed(run.metadata.batch.input_ids)))
+            normed = torch.cat([token, normed], -1)
 
         def select(rows: torch.Tensor) -> torch.Tensor:
             if kept is not None:

@@ -54,7 +54,7 @@ class Rotary:
         name = f"apply_rotary_{kernels.dtype_name(dtype)}"
         self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
         self.device = device
-        frequencies, self.factor = _frequencies(config, width, kind)
+        frequencies, self.factor = rotary_frequencies(config, width, kind)
         self.pairs = len(frequencies)
         self.frequencies = torch.cat([frequencies, frequencies.new_zeros(width // 2 - self.pairs)])
         self._table = torch.empty(0)
@@ -112,7 +112,7 @@ class Rotary:
         return wide.to(heads.dtype)
 
 
-def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
+def rotary_frequencies(config: Any, width: int, kind: str | None = None) -> tuple[torch.Tensor, float]:
     """Float32 frequencies of the rotated pairs, and the factor of cosines and sines."""
     if not hasattr(config, "rope_parameters"):
         return torch.empty(0), 1.0
@@ -124,9 +124,14 @@ def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tenso
             return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
         if rope.get("rope_type", "default") == "default":
             width = int(width * rope.get("partial_rotary_factor", 1.0))
-            return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
+            return default_frequencies(width, rope["rope_theta"]), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         given = {} if kind is None else {"layer_type": kind}
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), **given)
         return frequencies.float(), factor
+
+
+def default_frequencies(width: int, theta: float) -> torch.Tensor:
+    """Float32 [width / 2], radians per position."""
+    return 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width))

@@ -22,7 +22,6 @@ import torch
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.description import SUFFIXES, Architecture, Recurrence
-from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.gguf_config import FREQUENCIES
 from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
@@ -82,24 +81,36 @@ class CheckpointWeights:
     shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
     def __init__(self, files: Safetensors, config: Any) -> None:
-        self.files = files
-        folder, scheme = files.path, getattr(config, "quantization_config", None)
+        folder = files.path
         sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
         spec = bind(config)
         prefixes, skipped = spec.architecture.prefixes, spec.architecture.skipped
         if any(name.startswith(skipped) and not name.startswith(MTP) for name in files.tensors):
             log.info("%s also reads pictures: that part is left out", folder)
+        names = {name: _full_name(name, prefixes) for name in files.tensors if not name.startswith(skipped)}
+        self._read(files, config, spec, names)
+
+    @classmethod
+    def of_drafter(cls, files: Safetensors, config: Any, spec: Spec, names: Mapping[str, str]) -> CheckpointWeights:
+        """The weights of a drafter of this spec, which are among others: ``names`` has theirs by those in the files."""
+        result = cls.__new__(cls)
+        result._read(files, config, spec, names)
+        extra = sorted(result.tensors.keys() - shapes(config, spec).keys())
+        sanity.check_names(files.path, (), extra, extra, config)
+        return result
+
+    def _read(self, files: Safetensors, config: Any, spec: Spec, names: Mapping[str, str]) -> None:
+        self.files = files
+        folder, scheme = files.path, getattr(config, "quantization_config", None)
         views = {
-            _full_name(name, prefixes): files.values(name)
-            for name, tensor in files.tensors.items()
-            if tensor.kind in checkpoint.DTYPES and not name.startswith(skipped)
+            own: files.values(name) for name, own in names.items() if files.tensors[name].kind in checkpoint.DTYPES
         }
         views = unstacked(views, spec)
         self.tensors: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
         self.grouped = [tensor for tensor in self.tensors.values() if isinstance(tensor, Grouped)]
         _split_kv_b(self.tensors, spec, folder)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        _check(folder, self.tensors, shapes(config), config)
+        _check(folder, self.tensors, config, spec)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -119,14 +130,15 @@ def _full_name(name: str, prefixes: Iterable[str]) -> str:
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 
-def _check(folder: Path, tensors: Mapping[str, Rows], requested: Mapping[str, Shape], config: Any) -> None:
+def _check(folder: Path, tensors: Mapping[str, Rows], config: Any, spec: Spec) -> None:
+    requested = shapes(config, spec)
     for name in sorted(requested.keys() & tensors.keys()):
         tensor = tensors[name]
         if (tuple(tensor.shape) or (1,)) != requested[name]:  # a single number may have no dimension
             raise ModelError(f"{folder}: {name} has shape {[*tensor.shape]}; its config asks for {[*requested[name]]}")
         if not tensor.dtype.is_floating_point:
             raise ModelError(f"{folder}: {name} holds {tensor.dtype} numbers")
-    extra = tensors.keys() - requested.keys() - unread(config)
+    extra = tensors.keys() - requested.keys() - unread(spec)
     sanity.check_names(folder, sorted(requested.keys() - tensors.keys()), extra, requested, config)
 
 
@@ -227,9 +239,11 @@ class GGUFWeights:
     without their offset. Raises ModelError for a tensor that is missing, unknown, or of another shape or an unknown
     type."""
 
-    def __init__(self, file: GGUFFile, config: Any) -> None:
+    def __init__(self, file: GGUFFile, config: Any, spec: Spec | None = None) -> None:
+        """``spec``: a drafter's, whose weights are the file's; None: the model's."""
         self.file = file
-        architecture = ARCHITECTURES[config.model_type]
+        spec = spec or bind(config)
+        architecture = spec.architecture
         kv_heads = config.num_key_value_heads or config.num_attention_heads
         heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads}
         self.heads = heads if architecture.gguf_interleaved else {}
@@ -239,13 +253,13 @@ class GGUFWeights:
         self.norms = {name.checkpoint for name in architecture.outer_norms()}
         self.prefix = f"{architecture.layers.checkpoint}."
         self.nbytes = sum(tensor.nbytes for tensor in file.tensors.values())
-        requested = shapes(config)
-        self.parts = self._parts(architecture, config, requested)
+        requested = shapes(config, spec)
+        self.parts = self._parts(spec, config, requested)
         self.lists = _activation_params(file, architecture, config.num_hidden_layers)
         sanity.check_names(file.path, [name for name in requested if name not in self], (), (), config)
 
-    def _parts(self, architecture: Architecture, config: Any, requested: Mapping[str, Shape]) -> dict[str, GGUFPart]:
-        file, ignored = self.file, unread(config)
+    def _parts(self, spec: Spec, config: Any, requested: Mapping[str, Shape]) -> dict[str, GGUFPart]:
+        file, ignored, architecture = self.file, unread(spec), spec.architecture
         result: dict[str, GGUFPart] = {}
         layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
         mtp = (MTP, *(f"{architecture.layers.gguf}.{index}." for index in range(layers, layers + more)))

@@ -36,6 +36,8 @@ from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.levels import StepsConfig
 
 NO_TOKEN = -1
+FEEDS_RAW, FEEDS_NORMED = 1, 2
+"""A step's input includes the last step's output, before the final norm (EAGLE) or after it (MTP)."""
 PRIOR_RATES = (0.0, 0.4, 0.6, 0.8)
 """Entry n: assumed rate of correct guesses after a match of n tokens, the last entry for longer ones too."""
 REACH = len(PRIOR_RATES) - 1
@@ -193,14 +195,14 @@ class ChainRunner:
     """The hashed ids that noise is keyed by, one for each output."""
     output_ids: torch.Tensor | None
     """The tokens that the logits are of, int64 ascending; None: the target's vocabulary."""
-    feeds_hidden: bool
-    """Whether a step's input includes the last step's output before the final norm (EAGLE-3)."""
+    feeds_hidden: int
+    """Whether a step's input includes the last step's output: ``FEEDS_RAW`` or ``FEEDS_NORMED``; 0: it does not."""
     lookup: ChainLookup | None = None
 
     @classmethod
     def find(
         cls, fused: Fused | None, attention: Attention, chooser: Chooser, config: StepsConfig, *,
-        feeds_hidden: bool = False, output_ids: torch.Tensor | None = None, lookup: ChainLookup | None = None,
+        feeds_hidden: int = 0, output_ids: torch.Tensor | None = None, lookup: ChainLookup | None = None,
     ) -> ChainRunner | None:  # fmt: skip
         """Returns None if there is no compiled call for this drafter and these options."""
         sampler = chooser.sampler
@@ -266,7 +268,7 @@ class ChainRunner:
             thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
             output_ids=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens),
-            q=0 if q is None else q.data_ptr(), num_ids=width, feeds_hidden=int(self.feeds_hidden),
+            q=0 if q is None else q.data_ptr(), num_ids=width, feeds_hidden=self.feeds_hidden,
             min_confidence=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))

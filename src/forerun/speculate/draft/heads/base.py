@@ -16,7 +16,7 @@ from forerun.core.tree import Drafts, Verdicts
 from forerun.models.files.open import BUNDLED, fingerprint, quick_config, resolve
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
-from forerun.models.run.base import Model
+from forerun.models.run.base import Model, ModelInfo
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
@@ -34,9 +34,9 @@ class HeadConfig(DrafterConfig):
     """Train the head while it serves: true, or a mapping of options (every, share, window, batch, buffer_tokens, lr,
     save). The tokens stay the same."""
     quantization: str | None = None
-    """Quantization of the head's own output layer, and of eagle's decoder layer, where our CPU kernels run them:
-    int8_rows, or a block format of GGUF files such as q8_0, which also applies to eagle's projection of the target's
-    states. None or none: no quantization."""
+    """Quantization of the head's own output layer, and of the decoder layer of eagle and mtp, where our CPU kernels run
+    them: int8_rows, or a block format of GGUF files such as q8_0, which also applies to eagle's projection of the
+    target's states. None or none: no quantization."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,21 +45,73 @@ class HeadConfig(DrafterConfig):
             raise ConfigError(f"a head's quantization is one of {', '.join(formats)}, not {self.quantization!r}")
         object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
 
+    def form(self, info: ModelInfo) -> str | None:
+        """The ``quantization`` that the CPU kernels run for such a target."""
+        none = self.quantization in (None, UNQUANTIZED) or not int8.has_kernels(info.device, info.dtype)
+        return None if none else self.quantization
 
-class HeadDrafter(Drafter[C]):
-    """Collects the target's hidden states of every sequence and drafts with a trained ``head``.
 
-    Of tokens that the target took from its prefix cache, there are no hidden states: what a head reads begins after
+class FeatureDrafter(Drafter[C]):
+    """Collects the target's hidden states of every sequence.
+
+    Of tokens that the target took from its prefix cache, there are no hidden states: what a drafter reads begins after
     them, or after those that it kept itself.
     """
 
-    config_class: ClassVar[type[DrafterConfig]] = HeadConfig
-    head_class: ClassVar[type[Head]]
     per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped")
     seen: dict[int, int]
     """Per sequence: up to which token hidden states were seen."""
     skipped: dict[int, int]
-    """Per sequence: how many tokens before them the head has not read."""
+    """Per sequence: how many tokens before them the drafter has not read."""
+    layers: tuple[int, ...] = ()
+    """Indices of the hidden states that it reads."""
+
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
+        for sequence, verdict in zip(sequences, verdicts):
+            if verdict.hidden is None or verdict.error is not None or not self.layers:
+                continue
+            parts = [verdict.hidden[layer] for layer in self.layers]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            start = sequence.num_computed_tokens - rows.shape[0]
+            self.skipped.setdefault(sequence.id, start)
+            if self.seen.get(sequence.id, start) == start:
+                self.seen[sequence.id] = sequence.num_computed_tokens
+                self.add_features(sequence, rows)
+                self.watch(sequence, verdict.hidden)
+
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        """Stores the target's hidden states of newly cached tokens, [tokens, layers * hidden size]."""
+
+    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
+        """Called with the same tokens' hidden states by layer."""
+
+    def learn(self) -> None:
+        """Called before drafting."""
+
+    def ready(self, sequence: RequestState) -> bool:
+        """Whether it has the hidden states of all tokens that the target has read."""
+        return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
+
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
+        super().fork(source, sequence)
+        for pool in self.pools():
+            if source.id in pool.block_tables:
+                pool.fork(source.id, sequence.id, pool.length(source.id))
+
+    def release(self, sequence: RequestState) -> None:
+        super().release(sequence)
+        for pool in self.pools():
+            pool.free(sequence.id)
+
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
+        return sequence.tokens[: self.seen.get(sequence.id, 0)]
+
+
+class HeadDrafter(FeatureDrafter[C]):
+    """Drafts with a trained ``head``."""
+
+    config_class: ClassVar[type[DrafterConfig]] = HeadConfig
+    head_class: ClassVar[type[Head]]
     example_options: ClassVar[dict[str, Any]] = {}
     """``Sizes.options`` of the head that ``example`` writes."""
 
@@ -90,12 +142,11 @@ class HeadDrafter(Drafter[C]):
         if config.adapt is not None:
             self.learner = Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
-        kind = config.quantization
-        if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
+        if config.quantization not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
-        has_kernels = kind not in (None, UNQUANTIZED) and int8.has_kernels(info.device, info.dtype)
-        self.head.quantization = kind if has_kernels else None
+        self.head.quantization = config.form(info)
         self.head.pack()
+        self.layers = self.head.layers
         self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser.of(config, context)
 
@@ -125,22 +176,12 @@ class HeadDrafter(Drafter[C]):
         ids = self.head.token_ids()
         return logits if ids is None else scatter_logits(logits, ids, self.head.sizes.vocab_size)
 
-    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        for sequence, verdict in zip(sequences, verdicts):
-            if verdict.hidden is None or verdict.error is not None or not self.head.layers:
-                continue
-            parts = [verdict.hidden[layer] for layer in self.head.layers]
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-            start = sequence.num_computed_tokens - rows.shape[0]
-            self.skipped.setdefault(sequence.id, start)
-            if self.seen.get(sequence.id, start) == start:
-                self.seen[sequence.id] = sequence.num_computed_tokens
-                self.add_features(sequence, rows)
-                if self.learner is not None:
-                    self.learner.watch(sequence, verdict.hidden)
+    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
+        if self.learner is not None:
+            self.learner.watch(sequence, hidden)
 
     def learn(self) -> None:
-        """Called before drafting: takes a step of online adaptation, if one is due."""
+        """Takes a step of online adaptation, if one is due."""
         if self.learner is not None:
             self.learner.learn()
 
@@ -148,28 +189,10 @@ class HeadDrafter(Drafter[C]):
         if self.learner is not None and self.config.adapt.save is not None:
             self.learner.save(expanded(self.config.adapt.save))
 
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Stores the target's hidden states of newly cached tokens, [tokens, layers * hidden size]."""
-
-    def ready(self, sequence: RequestState) -> bool:
-        """Whether it has the hidden states of all tokens that the target has read."""
-        return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
-
-    def fork(self, source: RequestState, sequence: RequestState) -> None:
-        super().fork(source, sequence)
-        for pool in self.pools():
-            if source.id in pool.block_tables:
-                pool.fork(source.id, sequence.id, pool.length(source.id))
-
     def release(self, sequence: RequestState) -> None:
         super().release(sequence)
-        for pool in self.pools():
-            pool.free(sequence.id)
         if self.learner is not None:
             self.learner.forget(sequence)
-
-    def cached_tokens(self, sequence: RequestState) -> list[int]:
-        return sequence.tokens[: self.seen.get(sequence.id, 0)]
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.core.request import Requests, RequestState
+from forerun.models.run.rotary import default_frequencies
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Norm, TrainingBatch, rotate
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -32,7 +33,7 @@ class BlockLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
-        self.theta = options["theta"]
+        self.frequencies = default_frequencies(self.width, options["theta"])
         self.q_proj = nn.Linear(size, self.heads * self.width, bias=biased)
         self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
         self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
@@ -45,12 +46,12 @@ class BlockLayer(nn.Module):
         """Keys and values [..., n, kv heads, width] of context features or block rows."""
         shape, norm = (*x.shape[:-1], self.kv_heads, self.width), self.k_norm
         k = self.k_proj(x).view(shape)
-        return rotate(k if norm is None else norm(k), positions, self.theta), self.v_proj(x).view(shape)
+        return rotate(k if norm is None else norm(k), positions, self.frequencies), self.v_proj(x).view(shape)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries [..., n, heads, width] of block rows."""
         q, norm = self.q_proj(x).view(*x.shape[:-1], self.heads, self.width), self.q_norm
-        return rotate(q if norm is None else norm(q), positions, self.theta)
+        return rotate(q if norm is None else norm(q), positions, self.frequencies)
 
     def attend(
         self, normed: torch.Tensor, positions: torch.Tensor, caches: Sequence[ContextCache], index: int,

@@ -27,10 +27,10 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.files.checkpoint import CONFIG
+from forerun.models.weights.gguf_drafters import read_drafter
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache
-from forerun.speculate.draft.heads.gguf_files import read_drafter
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 

@@ -358,38 +358,10 @@ class FeedForward(nn.Module):
         self.forward = forward  # type: ignore[method-assign]
 
 
-class Llama3Scaling(NamedTuple):
-    """Llama 3's scaling of rotary frequencies. Those with fewer than ``low`` periods in ``original`` positions are
-    divided by ``factor``, those with more than ``high`` stay, and those between are interpolated."""
-
-    factor: float
-    low: float
-    high: float
-    original: float
-
-
-@cache
-def frequencies(width: int, theta: float, device: torch.device, scaling: Llama3Scaling | None = None) -> torch.Tensor:
-    """Rotary frequencies in radians per position, float32 [width / 2]."""
-    with torch.inference_mode(False):
-        result = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-        if scaling is None:
-            return result
-        periods = scaling.original * result / (2 * torch.pi)
-        kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-        return (1 - kept) * result / scaling.factor + kept * result
-
-
-def rotate(
-    x: torch.Tensor, positions: torch.Tensor, theta: float, scaling: Llama3Scaling | None = None
-) -> torch.Tensor:
-    """Rotary embedding of x [..., positions, heads, width] in the halves convention; positions int64 [..., n]."""
-    return rotate_by(x, positions, frequencies(x.shape[-1], theta, x.device, scaling))
-
-
-def rotate_by(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """The same at ``frequencies`` float32 [width / 2], radians per position."""
-    angle = positions[..., None].float() * frequencies
+def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [..., positions, heads, width] in the halves convention, at positions int64 [..., n] and
+    ``frequencies`` float32 [width / 2], radians per position."""
+    angle = positions[..., None].float() * frequencies.to(x.device)
     cos, sin = torch.cos(angle)[..., None, :].to(x.dtype), torch.sin(angle)[..., None, :].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,179 @@
+"""Drafters' decoder layers as data, which run like any model's: EAGLE-3's, and layers for multi-token prediction that
+checkpoints bring along (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+The latter are layers of their family, with attention over all tokens. Their names are Qwen 3.5's and Qwen3-Next's
+``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``, MiMo's ``model.mtp_layers.0.*``, or GGUF's
+``blk.N.nextn.*``.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ModelError
+from forerun.models.architectures.description import Architecture, Attention, DraftInput, Name, Norms
+from forerun.models.architectures.families import ARCHITECTURES, HEAD_NORMS, LLAMA, QWEN3_5_MOE, SIGMOID_GROUPS
+from forerun.models.architectures.shapes import shapes
+from forerun.models.architectures.spec import FULL, Spec, bind, refusal
+from forerun.models.files.open import CachedConfig
+
+MTP_INPUT = DraftInput(
+    mix=Name("model.eh_proj", "nextn.eh_proj"), norm_embedding=Name("model.enorm", "nextn.enorm"),
+    norm_given=Name("model.hnorm", "nextn.hnorm"),
+)  # fmt: skip
+MTP_NORM = Name("model.norm", "nextn.shared_head_norm")
+GLM4_MOE = Architecture(
+    model_type="glm4_moe", causal="Glm4MoeForCausalLM", gguf="glm4moe",
+    norms=replace(HEAD_NORMS, before_mlp=Name("post_attention_layernorm", "post_attention_norm")),
+    attention=Attention(bias="attention_bias", partial_rotary=True), experts=SIGMOID_GROUPS,
+)  # fmt: skip
+QWEN3_NEXT = replace(QWEN3_5_MOE, model_type="qwen3_next", causal="Qwen3NextForCausalLM", gguf="qwen3next")
+OTHERS = {each.model_type: each for each in (GLM4_MOE, QWEN3_NEXT)}
+"""Families of which only this layer is described."""
+RENAMED = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm", "shared_head.norm": "norm",
+}  # fmt: skip
+OUTER = ("eh_proj", "enorm", "hnorm", "norm")
+MIMO = "mtp_layers"
+"""In names of MiMo, whose ``eh_proj`` reads the hidden state first."""
+PATTERNS = (
+    r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", rf"(?:model\.)?{MIMO}\.0\.(.*)",
+    r"(?:model\.)?(?:language_model\.)?layers\.{n}\.(.*)", r"blk\.{n}\.(.*)",
+)  # fmt: skip
+"""Patterns of the layer's tensor names; ``{n}`` is the number of the target's own layers."""
+IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.weight", "rotary_emb.inv_freq")
+"""Copies of the target's embedding and output layer."""
+FURTHER_LAYERS = re.compile(r"layers\.\d+\.")
+
+
+def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
+    """The layer's tensors: the names that ``mtp_spec`` describes, or GGUF's for them, by a file's. Empty if there is no
+    such layer."""
+    patterns = [re.compile(pattern.replace("{n}", str(num_layers))) for pattern in PATTERNS]
+    result: dict[str, str] = {}
+    for name in names:
+        match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
+        if match is None or match[1].endswith(IGNORED) or FURTHER_LAYERS.match(match[1]):
+            continue
+        if name.startswith("blk."):
+            result[name] = match[1] if match[1].startswith("nextn.") else f"blk.0.{match[1]}"
+            continue
+        stem, _, kind = match[1].removeprefix("mtp_block.").rpartition(".")
+        stem = RENAMED.get(stem, stem)
+        result[name] = f"model.{stem}.{kind}" if stem in OUTER else f"model.layers.0.{stem}.{kind}".replace("..", ".")
+    mix = MTP_INPUT.mix
+    assert mix is not None
+    return result if {f"{mix.checkpoint}.weight", f"{mix.gguf}.weight"} & {*result.values()} else {}
+
+
+def gguf_names(architecture: Architecture) -> dict[str, str]:
+    """GGUF's names of the layer's tensors by a checkpoint's."""
+    given = architecture.draft_input
+    assert given is not None
+    outer = (architecture.norm, given.mix, given.norm_embedding, given.norm_given)
+    result = {each.checkpoint: each.gguf for each in outer if each is not None}
+    return result | {f"model.layers.0.{each.checkpoint}": f"blk.0.{each.gguf}" for each in architecture.layer_names()}
+
+
+def mtp_spec(config: Any, names: Collection[str] | None = None) -> tuple[Any, Spec]:
+    """The layer's config and spec, for a target of ``config``. ``names`` are its tensors, a checkpoint's or GGUF's,
+    which say whether it has experts and norms of queries and keys; None: as its family. Raises ModelError if it is not
+    supported."""
+    family = ARCHITECTURES.get(config.model_type) or OTHERS.get(config.model_type)
+    if family is None or family.attention.per_layer_sizes or family.mlp.layer_type is not None:
+        family, config = LLAMA, _plain(config)
+
+    def has(name: Name | None) -> bool:
+        either = name and {f"model.layers.0.{name.checkpoint}.weight", f"blk.0.{name.gguf}.weight"}
+        return either is not None and (names is None or not either.isdisjoint(names))
+
+    norms, experts = family.norms, family.experts
+    architecture = replace(
+        family, norm=MTP_NORM, layers=Name("model.layers", "blk"), draft_input=MTP_INPUT, mixer=None, multipliers=(),
+        norms=norms if has(norms.query) else replace(norms, query=None, key=None),
+        experts=experts if experts is not None and has(experts.router) else None,
+    )  # fmt: skip
+    one = copy.copy(config)
+    layer = {
+        "num_hidden_layers": 1, "layer_types": [FULL], "no_rope_layers": [1], "mlp_layer_types": ["sparse"],
+        "first_k_dense_replace": 0, "num_dense_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    for key, value in layer.items():
+        setattr(one, key, value)
+    one.architectures = None
+    if (reason := refusal(one, architecture)) is not None:
+        raise ModelError(f"mtp does not run a layer of {config.model_type}: {reason}")
+    return one, bind(one, architecture)
+
+
+def _plain(config: Any) -> Any:
+    """The config of a Llama of the same width."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return llama_config(
+        hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_attention_heads=heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_theta": float(rope.get("rope_theta") or 10000.0)},
+    )  # fmt: skip
+
+
+def llama_config(**sizes: Any) -> Any:
+    """The config of one layer of a Llama without biases."""
+    if sizes["rope_parameters"].get("rope_type", "default") == "default":
+        kind: Any = CachedConfig
+    else:  # whose frequencies transformers computes, of a config of its own
+        from transformers import LlamaConfig
+
+        kind = LlamaConfig
+    return kind(
+        model_type=LLAMA.model_type, hidden_act="silu", num_hidden_layers=1, attention_bias=False, mlp_bias=False,
+        **sizes,
+    )  # fmt: skip
+
+
+def mtp_example(config: Any) -> dict[str, torch.Tensor]:
+    """Random weights of such a layer, by Qwen 3.5's names."""
+    one, spec = mtp_spec(config)
+    fc = {f"model.{new}.weight": f"mtp.{old}.weight" for old, new in list(RENAMED.items())[:3]}
+    result: dict[str, torch.Tensor] = {}
+    for name, shape in shapes(one, spec).items():
+        numbers = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * shape[-1] ** -0.5
+        result[fc.get(name, name.replace("model.", "mtp.", 1))] = numbers
+    return result
+
+
+EAGLE_NORM = Name("hidden_norm", "")
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Numbers of Llama 3's scaling of rotary frequencies."""
+
+
+def eagle(*, mixed: bool, normed: bool) -> Architecture:
+    """EAGLE-3's layer; ``mixed`` and ``normed`` are ``mixed`` and ``norm_before_residual`` of ``EagleHead``."""
+    norms = Norms(before_attention=None if normed else EAGLE_NORM, token=None if mixed else Name("input_layernorm", ""))
+    given = DraftInput(mix=Name("mix", "") if mixed else None, norm_given=EAGLE_NORM if normed else None)
+    return replace(
+        LLAMA, causal="EAGLE-3", norms=norms, norm=Name("norm", ""), layers=Name("layers", ""), draft_input=given
+    )  # fmt: skip
+
+
+def eagle_config(sizes: Any, options: Mapping[str, Any]) -> Any:
+    """The layer's config, of a head's sizes and options."""
+    rope = {"rope_type": "default", "rope_theta": options["theta"]}
+    if options.get("stretch"):
+        rope |= {"rope_type": "llama3", **dict(zip(LLAMA3, options["stretch"]))}
+    return llama_config(
+        hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, intermediate_size=options["inner_size"],
+        num_attention_heads=options["heads"], num_key_value_heads=options["kv_heads"], head_dim=options["width"],
+        rms_norm_eps=options["eps"], rope_parameters=rope,
+    )  # fmt: skip

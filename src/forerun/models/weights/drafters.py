@@ -1,0 +1,96 @@
+"""The weights of drafters' layers, out of a target's files or others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ModelError
+from forerun.models.architectures.drafters import MIMO, MTP_INPUT, gguf_names, mtp_names, mtp_spec
+from forerun.models.architectures.spec import Spec
+from forerun.models.files.checkpoint import Safetensors
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import open_files
+from forerun.models.formats.base import Rows
+from forerun.models.formats.blocks import Blocks
+from forerun.models.weights.transform import ChangedWeights, CheckpointWeights, GGUFWeights, Weights
+
+HEADS = ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.weight")
+"""How the names of output layers end; the last two are tied."""
+
+
+class TensorWeights:
+    """Weights that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, Rows]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def values(self, name: str) -> Rows:
+        return self.tensors[name]
+
+    def release(self) -> None:
+        """There is no source."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def read_mtp(path: Path, config: Any) -> tuple[Any, Spec, Weights]:
+    """The layer for multi-token prediction in ``path``, for a target of ``config``: its config, spec and weights, which
+    are read later. Raises ModelError if there is no layer that is supported."""
+    files, layers = open_files(path, packed=True), config.num_hidden_layers
+    names = mtp_names(files.tensors, layers)
+    if not names:
+        raise ModelError(
+            f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{layers}.eh_proj, "
+            f"model.mtp_layers.0.* or blk.{layers}.nextn.*): name a file that has one as 'model'"
+        )
+    try:
+        one, spec = mtp_spec(config, {*names.values()})
+        if isinstance(files, Safetensors):
+            weights: Weights = CheckpointWeights.of_drafter(files, one, spec, names)
+        else:
+            weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
+    except ModelError as error:
+        raise ModelError(f"{path}: its layer for multi-token prediction cannot be used: {error}") from error
+    mix = MTP_INPUT.mix
+    if mix is not None and any(MIMO in name for name in names):
+        weights = ChangedWeights(weights, {f"{mix.checkpoint}.weight": _swapped})
+    return one, spec, weights
+
+
+def _layer_alone(file: GGUFFile, spec: Spec, names: Mapping[str, str]) -> GGUFFile:
+    """A GGUF file of these tensors alone."""
+    result, inside = copy.copy(file), gguf_names(spec.architecture)
+    tensors: dict[str, Any] = {}
+    for name, own in names.items():
+        stem, _, kind = own.rpartition(".")
+        own = f"{inside[stem]}.{kind}" if stem in inside else own
+        tensors[own] = replace(file.tensors[name], name=own)
+    result.tensors = tensors
+    return result
+
+
+def _swapped(weight: Rows) -> Rows:
+    return torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)
+
+
+def output_rows(path: Path) -> Rows:
+    """The output layer of the checkpoint in ``path``. Raises ModelError if it has none."""
+    files = open_files(path)
+    for end in HEADS:
+        for name, tensor in files.tensors.items():
+            if name.endswith(end) and "mtp" not in name and not any(part.isdecimal() for part in name.split(".")):
+                if isinstance(files, GGUFFile):
+                    return Blocks(tensor.kind.name.lower(), files.rows(name), tensor.shape[1])
+                return files.values(name)
+    raise ModelError(f"{path} has no output layer")

@@ -1,0 +1,183 @@
+"""Drafters with decoder layers of their own, which read the target's hidden states.
+
+Entry t of their cache combines the target's feature of token t with the embedding of token t + 1, and predicts token
+t + 2. While drafting, the layers' own output replaces the feature. After the round these entries are dropped, and read
+again with true features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+
+from forerun.attention.base import Attention
+from forerun.cache.pool import Pool
+from forerun.cache.prefix import PrefixTree
+from forerun.core.batch import Batch, Span
+from forerun.core.inference import inference
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts
+from forerun.models.run.base import attention_over
+from forerun.models.run.drafter import DraftDecoder
+from forerun.models.run.fused import RAW
+from forerun.speculate.draft.base import scatter_logits
+from forerun.speculate.draft.chain import FEEDS_NORMED, CatchUpConfig, ChainRunner, can_chain
+from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
+
+L = TypeVar("L", bound="LayerConfig")
+
+
+@dataclass(frozen=True)
+class LayerConfig(StepsConfig, HeadConfig, CatchUpConfig):
+    """Options of a head and of trees."""
+
+    prefill_chunk: int = 128
+    """As for a draft model, but a row costs more: features are as wide as the target's."""
+
+
+class LayerDrafter(FeatureDrafter[L]):
+    per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped", "pending")
+    pending: dict[int, list[torch.Tensor]]
+    """Per sequence: features that the layers have not read."""
+    decoder: DraftDecoder
+    feeds: int
+    """What replaces the feature while drafting: ``chain.FEEDS_RAW`` or ``FEEDS_NORMED``."""
+    ids: torch.Tensor | None
+    """int64 ascending: the tokens of a reduced output layer; None: all."""
+
+    def use(self, decoder: DraftDecoder, feeds: int, ids: torch.Tensor | None) -> None:
+        """Drafts with ``decoder``, and makes a cache for it."""
+        self.decoder, self.feeds, self.ids, info = decoder, feeds, ids, decoder.info
+        self.num_tokens = info.vocab_size
+        longest = self.context.max_model_len + self.config.rows_by_depth()[-1]
+        page_size = (self.context.options or {}).get("page_size") or longest
+        pages = self.context.max_num_seqs * -(-longest // page_size)
+        pool = Pool(info.kv_shapes, pages, page_size, info.dtype, info.device)
+        self.attention: Attention = attention_over(decoder, pool)
+        self.tree = PrefixTree(pool) if self.context.prefix_caching else None
+        self.find_chains()
+
+    def find_chains(self) -> None:
+        fused = None if self.feeds == FEEDS_NORMED else self.decoder.fused
+        self.chains = ChainRunner.find(
+            fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids
+        )
+
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layers are given, [n, hidden size], of the target's hidden states [n, layers * hidden size]."""
+        return hidden
+
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        """Keeps rows until the token after each of them is known and the layer has read them."""
+        self.pending.setdefault(sequence.id, []).append(rows.clone())
+
+    @inference
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
+        self.learn()
+        nodes = self.config.rows_by_depth()
+        fitting = [
+            index
+            for index, (sequence, depth) in enumerate(zip(sequences, budgets))
+            if self.ready(sequence) and self._fits(sequence, nodes[depth] * len(sequence.sequences))
+        ]
+        drafts = [Draft() for _ in sequences]
+        if not fitting:
+            return drafts
+        spans, feature, ready = self._missing(sequences, fitting)
+        chosen = [sequences[index] for index in ready]
+        if not ready:
+            self._run(spans, feature)
+        elif self.chains is not None and all(map(can_chain, chosen)):
+            batch = Batch(spans, self.context.target.info.device)
+            drafts = self.chains.draft(sequences, ready, budgets, batch, self.attention, feature)
+        else:
+            drafts = self._grow(sequences, budgets, ready, spans, feature)
+        for sequence in chosen:
+            self.attention.pool.truncate(sequence.id, self._end(sequence))
+        for index in fitting:
+            self._keep(sequences[index])
+        return drafts
+
+    def _end(self, sequence: RequestState) -> int:
+        """How many entries its cache has if it has read all committed tokens."""
+        return len(sequence.tokens) - 1 - self.skipped[sequence.id]
+
+    def _fits(self, sequence: RequestState, rows: int) -> bool:
+        """Reserves pages for its tokens and ``rows`` drafted ones; False if there are none. A new sequence starts from
+        the prefix cache. Its entries are those that the target's tokens have there, as far as they were read."""
+        pool, skipped = self.attention.pool, self.skipped[sequence.id]
+        if skipped and self.tree is not None and sequence.id not in pool.block_tables:
+            self.skipped[sequence.id] -= self.tree.match_prefix(sequence.id, sequence.tokens, skipped)
+        return pool.try_reserve(sequence.id, self._end(sequence) + 1 + rows)
+
+    def _keep(self, sequence: RequestState) -> None:
+        """Adds its entries to the prefix cache, unless some are missing among them. The last one of a prefix may be of
+        another text: it holds the token after that prefix."""
+        if self.tree is not None and not self.skipped[sequence.id]:
+            self.tree.insert(sequence.id, sequence.tokens, self.attention.pool.length(sequence.id))
+
+    @inference
+    def release(self, sequence: RequestState) -> None:
+        """Reads what its last round left behind, so that the text's next reader finds all of it."""
+        behind = sequence.id in self.pending and self.seen[sequence.id] >= len(sequence.tokens) - 1
+        works = sequence.drafter is not None and sequence.group is None and self.tree is not None
+        if behind and works and self._fits(sequence, 0):
+            spans, feature, _ = self._missing([sequence], [0])
+            self._run(spans, feature)
+            self._keep(sequence)
+        super().release(sequence)
+
+    def _grow(
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], spans: list[Span], feature: torch.Tensor
+    ) -> list[Draft]:
+        states: dict[tuple[int, int], torch.Tensor] = {}
+
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
+            if depth:
+                read = newest_level(sequences, frontier, drafts, self._end)
+                features = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
+            out, logits = self._run(read, features) if depth else self._run(spans, feature)
+            states.update(zip(frontier, out))
+            return logits
+
+        return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
+
+    def _run(self, spans: list[Span], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the layers over the spans' tokens and their ``feature`` rows [rows, hidden size]. Returns the
+        next step's features and the logits, for the rows whose logits the spans ask for."""
+        batch = Batch(spans, self.context.target.info.device, hidden=(RAW,), embeds=feature)
+        out = self.decoder.forward(batch, self.attention)
+        states = out.hidden[RAW]
+        states = self.decoder.normed(states) if self.feeds == FEEDS_NORMED else states
+        return states, out.logits if self.ids is None else scatter_logits(out.logits, self.ids, self.num_tokens)
+
+    def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
+        """Spans to prefill now, their features, and the indices of the sequences that then have no backlog and can
+        draft."""
+        spans: list[Span] = []
+        rows: list[torch.Tensor] = []
+        ready: list[int] = []
+        starts = [self.attention.pool.length(sequences[index].id) for index in fitting]
+        missing = [self._end(sequences[index]) - start for index, start in zip(fitting, starts)]
+        for index, start, backlog, count in zip(fitting, starts, missing, self.config.shares(missing)):
+            if not count:
+                continue
+            sequence = sequences[index]
+            pending = self.pending.pop(sequence.id)
+            features = pending[0] if len(pending) == 1 else torch.cat(pending)
+            rows.append(features[:count])
+            if count == backlog:
+                ready.append(index)
+            else:
+                self.pending[sequence.id] = [features[count:]]
+            first = self.skipped[sequence.id] + start + 1
+            tokens = sequence.tokens[first : first + count]
+            spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == backlog else []))
+        return spans, self.feature(torch.cat(rows)).contiguous(), ready
+
+    def pools(self) -> list[Pool]:
+        return [self.attention.pool]
