@@ -17,6 +17,8 @@ from refusals import refused
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, MASK, RANK = 4, 2, 16, 24, 2, 1, 8
 BLOCK = 5
+FROM_ANCHOR = ("dspark", "domino-shifted")
+"""Kinds whose rows predict the next position's token."""
 
 
 def random_weights(size, vocabulary, taps, kind, seed=0):
@@ -47,6 +49,9 @@ def random_weights(size, vocabulary, taps, kind, seed=0):
         w |= {"markov_head.markov_w1.weight": r(vocabulary, RANK), "markov_head.markov_w2.weight": r(vocabulary, RANK),
               "confidence_head.proj.weight": r(1, size + RANK), "confidence_head.proj.bias": r(1),
               "embed_tokens.weight": r(vocabulary, size), "lm_head.weight": r(vocabulary, size)}  # fmt: skip
+    if kind.startswith("domino"):
+        w |= {"prefix_gru.weight_ih_l0": r(3 * RANK, size), "prefix_gru.weight_hh_l0": r(3 * RANK, RANK),
+              "embed_proj.0.weight": r(INNER, size + RANK), "embed_proj.2.weight": r(vocabulary, INNER)}  # fmt: skip
     return w
 
 
@@ -67,6 +72,14 @@ def config_of(target, kind, **more):
         }
     if kind == "dspark":
         config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    if kind.startswith("domino"):
+        config["dflash_config"] |= {
+            "projector_type": "domino",
+            "emb_dim": INNER,
+            "gru_hidden_dim": RANK,
+            "pure_draft_prefix_len": 1,
+            "shift_label": kind in FROM_ANCHOR,
+        }
     return config | more
 
 
@@ -143,11 +156,17 @@ class Dense:
         return self.rms(x, "norm.weight")
 
     @torch.no_grad()
-    def logits(self, state, before):
-        """Of the token behind ``before``."""
-        w, said = self.w, self.model.lm_head(state)
+    def logits(self, state, *tokens):
+        """Of the token behind ``tokens`` of the block."""
+        w, said, before = self.w, self.model.lm_head(state), tokens[-1]
         if self.kind == "dspark":
             said = said + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
+        if self.kind.startswith("domino") and len(tokens) > 1:  # the first token is the block's own
+            gru = torch.nn.GRU(len(state), RANK, bias=False, dtype=torch.float64)
+            gru.load_state_dict({name: w[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+            read = gru(self.model.get_input_embeddings()(torch.tensor(tokens)))[0][-1]
+            inner = torch.nn.functional.silu(w["embed_proj.0.weight"] @ torch.cat([state, read]))
+            said = said + w["embed_proj.2.weight"] @ inner
         if self.kind == "dflash2":
             values, ids = said.topk(6)
             at = "candidate_selector."
@@ -165,12 +184,12 @@ class Dense:
     def draft(self, committed, count):
         states, tokens = self.states(committed), [committed[-1]]
         for depth in range(count):
-            row = depth + (0 if self.kind == "dspark" else 1)
-            tokens.append(int(self.logits(states[row], tokens[-1]).argmax()))
+            row = depth + (self.kind not in FROM_ANCHOR)
+            tokens.append(int(self.logits(states[row], *tokens).argmax()))
         return tokens[1:]
 
 
-@pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark"])
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark", "domino", "domino-shifted"])
 def made(request, tiny_target, tmp_path_factory):
     kind, target = request.param, Path(tiny_target)
     config = config_of(target, kind)
@@ -205,8 +224,8 @@ def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, m
     llm.generate([PROMPT], SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True))
     assert len({len(tokens) for tokens, _, _ in seen}) > 2
     for tokens, path, logits in seen:
-        state = dense.states(tokens)[len(path) + (0 if dense.kind == "dspark" else 1)]
-        expected = dense.logits(state, [*tokens, *path][-1]).softmax(-1)
+        state = dense.states(tokens)[len(path) + (dense.kind not in FROM_ANCHOR)]
+        expected = dense.logits(state, tokens[-1], *path).softmax(-1)
         torch.testing.assert_close(logits.double().softmax(-1), expected, rtol=1e-3, atol=1e-5)
 
 
@@ -264,6 +283,7 @@ def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
     own = config["dflash_config"]
     short = {**weights, "candidate_selector.successor_codebook": torch.zeros(7, RANK)}
     codes = {f"candidate_selector.{name}_codebook": torch.zeros(12, RANK) for name in ("predecessor", "successor")}
+    domino = {"prefix_gru.weight_hh_l0": torch.zeros(3 * RANK, RANK), "embed_proj.0.weight": torch.zeros(INNER, 40)}
     cases = [
         ({**config, "speculators_model_type": "peagle"}, weights, "it is 'peagle'; dflash, dflash2, dspark files"),
         (config, {k: t for k, t in weights.items() if k != "fc.weight"}, "it has no fc and hidden_norm"),
@@ -275,6 +295,7 @@ def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
         ({**config, "block_size": 1}, weights, "block_size is an integer of at least 2"),
         ({**config, "output_multiplier": 2.0}, weights, "output_multiplier 2.0 is not served"),
         ({**config, "markov_head_type": "rnn"}, weights, "markov_head_type 'rnn' is not served"),
+        ({**config, "pure_draft_prefix_len": -1}, {**weights, **domino}, "has -1 as pure_draft_prefix_len"),
         ({**config, "rope_scaling": {"rope_type": "yarn"}}, weights, "supports the default RoPE only"),
         ({**config, "num_hidden_layers": 3}, weights, "the weights do not fit their config: blocks.2"),
         ({**config, "vocab_size": 12}, {**weights, **codes}, "was trained for a target"),

@@ -1,4 +1,4 @@
-"""``dflash``: a block of tokens predicted in one pass (DFlash, arXiv 2602.06036), its successor DFlash2 and DSpark.
+"""``dflash``: a block of tokens predicted in one pass: DFlash (arXiv 2602.06036), DFlash2, DSpark and Domino.
 
 The block's rows are the last committed token and mask tokens after it. In every layer they attend to each other, and to
 keys and values projected from the target's hidden states of the whole text. Row i predicts the token at its own
@@ -6,8 +6,9 @@ position or, if the file says that it samples from its anchor, the next one.
 
 DFlash2 adds convolutions over two rows around attention and feed-forward, and a selector, which rescores a row's 16
 likeliest tokens by the previously drafted token. DSpark adds a bigram score of every token, the product of two
-matrices, and a confidence head. In both, the exact q of each draw is known, so that rules that compare p and q stay
-lossless.
+matrices, and a confidence head. Domino (arXiv 2605.29707) adds scores of every token from the row's state and that of a
+GRU, which reads the tokens before the predicted one. In all of them, the exact q of each draw is known, so that rules
+that compare p and q stay lossless.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.core.config import Within
-from forerun.core.errors import ModelError, shown
+from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.files.checkpoint import CONFIG
 from forerun.models.weights.gguf_drafters import read_drafter
-from forerun.speculate.draft.base import drafters
+from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
@@ -37,11 +38,14 @@ from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 DEFAULTS: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
     "from_anchor": False, "windows": None, "causal": None, "group": None, "selector": None, "markov": None,
-    "confidence": None, "biased": False,
+    "confidence": None, "biased": False, "domino": None,
 }  # fmt: skip
 TAPS = 2
 """Rows of a convolution: its own and the one before."""
 CANDIDATES = 16
+DOMINO = {"prefix_gru.weight_ih_l0": "domino.gru.weight_ih", "prefix_gru.weight_hh_l0": "domino.gru.weight_hh",
+          "embed_proj.0.": "domino.enter.", "embed_proj.2.": "domino.leave."}  # fmt: skip
+"""Our names of Domino's weights by those of files."""
 NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 """Config keys that are not supported, and their neutral values."""
 KINDS = ("dflash", "dflash2", "dspark")
@@ -114,10 +118,27 @@ class Selector(nn.Module):
         return (query[:, None] * self.successor_codebook[candidates]).sum(-1)
 
 
+class Domino(nn.Module):
+    """Scores of all tokens by [row's state, state of a GRU over the block's tokens so far], for all but the ``first``
+    predicted tokens. ``options``: the widths of the GRU (``state``) and between the projections (``inner``)."""
+
+    def __init__(self, size: int, vocabulary: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.first = options["first"]
+        self.gru = nn.GRUCell(size, options["state"], bias=False)
+        self.enter = nn.Linear(size + options["state"], options["inner"], bias=False)
+        self.leave = nn.Linear(options["inner"], vocabulary, bias=False)
+
+    def forward(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Scores [n, vocabulary] of states [n, hidden size] and the GRU's [n, state]."""
+        return self.leave(F.silu(self.enter(torch.cat([states, memory], dim=-1))))
+
+
 class DFlashHead(BlockHead):
     """Options: sizes, ``layers`` (hidden states read), ``mask`` (the mask token), ``from_anchor``, ``windows`` and
     ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank), ``confidence``
-    (``markov`` if that head also reads the Markov code), ``own_head``, ``draft_vocab_size``."""
+    (``markov`` if that head also reads the Markov code), ``domino`` (state, inner, first), ``own_head``,
+    ``draft_vocab_size``."""
 
     method = "dflash"
     quantizes = True
@@ -136,6 +157,7 @@ class DFlashHead(BlockHead):
         own_vocabulary = o.get("draft_vocab_size") or sizes.vocab_size
         self.markov_w1 = nn.Embedding(sizes.vocab_size, rank) if rank else None
         self.markov_w2 = nn.Linear(rank, own_vocabulary, bias=False) if rank else None
+        self.domino = None if o["domino"] is None else Domino(size, own_vocabulary, o["domino"])
         inputs = size + (rank if o["confidence"] == "markov" else 0)
         self.confidence = nn.Linear(inputs, 1) if o["confidence"] else None
 
@@ -226,6 +248,8 @@ class DFlashHead(BlockHead):
 def _rename(name: str) -> str:
     for codes in ("predecessor_codebook", "successor_codebook"):  # older files
         name = name.replace(f"{codes}.weight", codes)
+    for old, new in DOMINO.items():
+        name = name.replace(old, new)
     name = name.replace("markov_head.", "").replace("confidence_head.proj.", "confidence.")
     return name.replace("self_attn.", "").replace("layers.", "blocks.", 1) if name.startswith("layers.") else name
 
@@ -273,6 +297,12 @@ def _options(
     options["from_anchor"] = keys.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
     if dspark:
         options["markov"] = weights["markov_head.markov_w1.weight"].shape[1]
+    if "prefix_gru.weight_hh_l0" in weights and "embed_proj.0.weight" in weights:
+        first = keys.get("pure_draft_prefix_len", 0)
+        if not Within(least=0, whole=True).permits(first):
+            raise ModelError(f"{folder}: its {CONFIG} has {shown(first)} as pure_draft_prefix_len")
+        sizes = {"state": weights["prefix_gru.weight_hh_l0"].shape[1], "inner": len(weights["embed_proj.0.weight"])}
+        options |= {"domino": {**sizes, "first": first}, "from_anchor": bool(keys.get("shift_label", False))}
     if "confidence_head.proj.weight" in weights:
         reads = weights["confidence_head.proj.weight"].shape[1]
         options["confidence"] = "markov" if reads > size else "plain"
@@ -330,7 +360,12 @@ class DFlash(HeadDrafter[DFlashConfig]):
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
     }  # fmt: skip
-    """All features of the successors."""
+    """All features of DFlash2 and DSpark."""
+
+    def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        if self.learner is not None and self.head.domino is not None:
+            raise ConfigError("Domino's correction does not learn while it serves: remove adapt")
 
     @inference
     def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
@@ -351,9 +386,19 @@ class DFlash(HeadDrafter[DFlashConfig]):
             last = [drafts[i].tokens[node] if node >= 0 else sequences[i].tokens[-1] for i, node in frontier]
             return torch.tensor(last, device=states.device)
 
+        memories: dict[tuple[int, int], torch.Tensor] = {}
+        """Domino's GRU after each node."""
+
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             slots = [slot[index] for index, _ in frontier]
-            return self.revise(logits[slots, depth], states[slots, depth], previous(frontier, drafts))
+            before, rows = previous(frontier, drafts), logits[slots, depth]
+            if (domino := self.head.domino) is not None:
+                embedded = self.context.target.embed(before).to(states.dtype)
+                parents = [(index, drafts[index].parents[node]) for index, node in frontier if node >= 0]
+                memory = domino.gru(embedded, torch.stack([memories[each] for each in parents]) if parents else None)
+                memories.update(zip(frontier, memory))
+                rows = rows if depth < domino.first else rows + domino(states[slots, depth], memory).float()
+            return self.revise(rows, states[slots, depth], before)
 
         def confidence(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
