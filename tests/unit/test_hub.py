@@ -328,7 +328,7 @@ def test_show_names_the_drafter_that_auto_takes(pair, capsys, monkeypatch):
 
 def test_a_file_gets_the_drafter_of_its_name(tidy, tmp_path, monkeypatch):
     """By path, renamed too, a known model drafts with what is bundled for it; other weights do not."""
-    names = {"general.name": "Large 7B Instruct"}
+    names = {"general.name": "A name of its own"}
     mine = write_model(tmp_path / "mine.gguf", names)
     named = known_pair(mine, monkeypatch)
     other = write_model(tmp_path / "other.gguf", {**names, "general.author": "somebody"})

@@ -20,7 +20,7 @@ from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.folders import expanded
 from forerun.models.files.checkpoint import read_object
 from forerun.models.files.fetch import KNOWN
-from forerun.models.files.inventory import here, known_draft, known_name
+from forerun.models.files.inventory import here, known_draft
 from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.names import KEYS, LAB_KEYS
 
@@ -89,7 +89,8 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
         )
     path = resolve(model)
     actual = fingerprint(path, lora)
-    if content["fingerprint"] not in (actual, _unrenamed(path, model, lora)):
+    renamed = [fingerprint(path, lora, KNOWN[name].file_name) for name in _known_by_size(path)]
+    if content["fingerprint"] not in (actual, *renamed):
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
             f"of {model} differ ({actual}): run forerun tune for them"
@@ -129,23 +130,23 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
 
 def bundled(model: str) -> Path | None:
     """The tuned folder that comes with the package for a model of this name, or for a file with its weights."""
-    name = known_name(model)
-    folder = Path(pretrained.__file__).parent / str(name)
-    if name is None or not (folder / FILE).is_file():
-        return None
-    if model == name:
-        return folder
+    root = Path(pretrained.__file__).parent
+    if model in KNOWN:
+        return root / model if (root / model / FILE).is_file() else None
     try:
         path = here(model)
-        return folder if read_object(folder / FILE)["fingerprint"] == _unrenamed(path, model) else None
+        for name in _known_by_size(path):
+            file = root / name / FILE
+            if file.is_file() and read_object(file)["fingerprint"] == fingerprint(path, None, KNOWN[name].file_name):
+                return root / name
     except ModelError:  # loading it will report the error
-        return None
+        pass
+    return None
 
 
-def _unrenamed(path: Path, model: str, lora: Sequence[str] | str | None = None) -> str | None:
-    """The fingerprint of a known model's file with the file's first name; None for other models."""
-    name = known_name(model)
-    return fingerprint(path, lora, KNOWN[name].file_name) if name and path.is_file() else None
+def _known_by_size(path: Path) -> list[str]:
+    """The known models that a file, which may be renamed, can be."""
+    return [name for name, known in KNOWN.items() if path.is_file() and path.stat().st_size == known.size]
 
 
 def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:
