@@ -143,22 +143,53 @@ def _choose(scores, words, keys, parts, out, done, size, BLOCK: tl.constexpr, MO
         tl.store(done + which, 0)
 
 
-def restrict(
-    logits: torch.Tensor, temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]
-) -> torch.Tensor:
-    """As ``compiled.restrict``: float32 ``logits`` [rows, vocabulary] over the temperatures, and -inf outside each
-    row's min-p, top-k and top-p; ``thresholds`` alternates min-p and top-p by row."""
-    logits = logits.contiguous()
+def options(temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]) -> np.ndarray:
+    """The four numbers of each row for ``restrict_rows``; ``thresholds`` alternates min-p and top-p by row."""
     lists = zip(temperatures, thresholds[::2], thresholds[1::2], top_ks, strict=True)
     columns = [(each, log(least) if least > 0.0 else -inf, top_p, max(0, top_k)) for each, least, top_p, top_k in lists]
-    options = torch.tensor(columns, dtype=torch.float32).to(logits.device, non_blocking=True)
+    return np.array(columns, np.float32)
+
+
+def restrict_rows(logits: torch.Tensor, options: torch.Tensor) -> torch.Tensor:
+    """As ``restrict``; float32 ``options`` [rows, 4] are on the device."""
     out = torch.empty_like(logits)
     _restrict[(len(logits),)](logits, out, options, logits.shape[1], BLOCK=_block(logits.shape[1]))
     return out
 
 
+def restrict(
+    logits: torch.Tensor, temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]
+) -> torch.Tensor:
+    """As ``compiled.restrict``: float32 ``logits`` [rows, vocabulary] over the temperatures, and -inf outside each
+    row's min-p, top-k and top-p; ``thresholds`` alternates min-p and top-p by row."""
+    numbers = torch.from_numpy(options(temperatures, thresholds, top_ks))
+    return restrict_rows(logits.contiguous(), numbers.to(logits.device, non_blocking=True))
+
+
 def _block(size: int) -> int:
     return min(BLOCK, triton.next_power_of_2(size))
+
+
+def halves(keys: Sequence[int | None]) -> np.ndarray:
+    """int32 [keys, 3] for ``choose_rows``: whether there is a key, and its halves."""
+    known = np.array([key or 0 for key in keys], np.uint64)
+    numbers = np.stack([[key is not None for key in keys], (known | 1) & 0xFFFFFFFF, known >> 32], 1)
+    return numbers.astype(np.uint32).view(np.int32)
+
+
+def choose_rows(scores: torch.Tensor, words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """As ``TritonSampling.choose``; ``keys`` are ``halves`` on the device. Returns int32 [rows, 2]: the bits of the
+    largest sum, and the id."""
+    rows, size = scores.shape
+    device, block = scores.device, _block(size)
+    blocks = -(-size // block)
+    parts = torch.empty(2 * rows * blocks, dtype=torch.int32, device=device)
+    out = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    _choose[(rows, blocks)](
+        scores, words, keys, parts, out, gpu.counters(device, rows), size, BLOCK=block,
+        MOST=triton.next_power_of_2(blocks),
+    )  # fmt: skip
+    return out
 
 
 class TritonSampling:
@@ -170,20 +201,6 @@ class TritonSampling:
     def choose(self, scores: torch.Tensor, keys: Sequence[int | None]) -> tuple[list[float], list[int]]:
         """Adds the noise of each row's key (None: none) to float32 ``scores`` [rows, vocabulary]. Returns each row's
         largest sum (NaN if it has one) and the first id that has it."""
-        scores = scores.contiguous()
-        rows, size = scores.shape
-        numbers = np.zeros((rows, 3), np.uint32)
-        for row, key in zip(numbers, keys, strict=True):
-            if key is not None:
-                row[:] = 1, (key | 1) & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
-        device, block = scores.device, _block(size)
-        halves = torch.from_numpy(numbers.view(np.int32)).to(device, non_blocking=True)
-        blocks = -(-size // block)
-        parts = torch.empty(2 * rows * blocks, dtype=torch.int32, device=device)
-        out = torch.empty(rows, 2, dtype=torch.int32, device=device)
-        _choose[(rows, blocks)](
-            scores, self.words, halves, parts, out, gpu.counters(device, rows), size, BLOCK=block,
-            MOST=triton.next_power_of_2(blocks),
-        )  # fmt: skip
-        found = out.cpu()
+        numbers = torch.from_numpy(halves(keys)).to(scores.device, non_blocking=True)
+        found = choose_rows(scores.contiguous(), self.words, numbers).cpu()
         return found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()

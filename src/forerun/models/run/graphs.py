@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from forerun.attention.base import Attention, Metadata
@@ -48,27 +50,65 @@ def bucket(sizes: Sizes) -> Sizes:
 
 
 Body = Callable[[Padded, TritonTables], Output]
+T = TypeVar("T")
+
+
+class Numbers:
+    """int32 [size] on the host and on the device, to which they are copied without a wait."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        with torch.inference_mode(False):
+            self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+            self.device = self._pinned.to(device, copy=True)
+        self.host: np.ndarray = self._pinned.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def wait(self) -> None:
+        """The host's numbers may be written: those of the last copy are no longer on their way."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy(self) -> None:
+        self.device.copy_(self._pinned, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 @dataclass
 class Graph:
-    """A body, captured for one bucket: its numbers on the host and on the device, and its results."""
+    """A body, captured for one bucket: its numbers and its results."""
 
     sizes: Sizes
-    host: torch.Tensor
-    numbers: torch.Tensor
+    numbers: Numbers
     run: Callable[[], Output]
-    copied: torch.cuda.Event | None
 
     def __call__(self, batch: Batch, tables: dict[int, list[int]]) -> Output:
         """Runs it for a batch. The results are overwritten by the next call."""
-        if self.copied is not None:
-            self.copied.synchronize()  # the host's numbers may still be on their way
-        write_numbers(self.host.numpy(), batch, tables, self.sizes)
-        self.numbers.copy_(self.host, non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
+        self.numbers.wait()
+        write_numbers(self.numbers.host, batch, tables, self.sizes)
+        self.numbers.copy()
         return self.run()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a drafter feeds tokens without the host.
+
+    Args:
+        graphs: of the drafter's model, or of the target where a head drafts.
+        forward: reads the text before a draft, as ``Model.forward``.
+        body: the same for rows whose numbers are on the device; it asks the host nothing.
+        size: how many logits a row has.
+        state: width and dtype of what a row's ``Output.hidden[RAW]`` gives to the next step's ``embeds``; None:
+            nothing.
+    """
+
+    graphs: Graphs
+    forward: Callable[[Batch, Attention], Output]
+    body: Callable[[Padded, TritonTables], Output]
+    size: int
+    state: tuple[int, torch.dtype] | None = None
 
 
 class Graphs:
@@ -78,7 +118,7 @@ class Graphs:
     def __init__(self, device: torch.device, tables: Callable[[int], tuple[int, ...]]) -> None:
         self.device, self.tables = device, tables
         self.enabled = True
-        self._graphs: WeakKeyDictionary[TritonAttention, dict[object, Graph]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[TritonAttention, dict[object, Any]] = WeakKeyDictionary()
         self._pool: Any = None
         self._at: tuple[int, ...] = ()
 
@@ -97,34 +137,43 @@ class Graphs:
         """The output of ``body`` for a batch that it ``serves``; None if there is no memory for a graph."""
         assert isinstance(attention, TritonAttention)
         sizes = bucket(attention.reserve(batch))
-        at = self.tables(max(span.end for span in batch.spans))
-        if at != self._at:
-            self._graphs.clear()
-            self._at = at
-        graphs, key = self._graphs.setdefault(attention, {}), (sizes, batch.hidden)
-        if key not in graphs:
-            graph = self._capture(batch, attention, sizes, body)
-            if graph is None:
-                return None
-            graphs[key] = graph
-        output = graphs[key](batch, attention.pool.block_tables)
+        capture = partial(self._capture, batch, attention, sizes, body)
+        graph = self.get(attention, (sizes, batch.hidden), max(span.end for span in batch.spans), capture)
+        if graph is None:
+            return None
+        output = graph(batch, attention.pool.block_tables)
         attention.finish(Metadata(batch))
         hidden = {layer: rows[: batch.num_rows].clone() for layer, rows in output.hidden.items()}
         return Output(output.logits[: batch.num_rows], hidden)
 
+    def get(self, attention: TritonAttention, key: object, size: int, make: Callable[[], T]) -> T:
+        """What ``make`` returned for ``key``. It is made again if what graphs of ``size`` positions read has moved."""
+        at = self.tables(size)
+        if at != self._at:
+            self._graphs.clear()
+            self._at = at
+        if key not in self._graphs.get(attention, ()):
+            made = make()
+            self._graphs.setdefault(attention, {})[key] = made
+        kept: T = self._graphs[attention][key]
+        return kept
+
     def _capture(self, batch: Batch, attention: TritonAttention, sizes: Sizes, body: Body) -> Graph | None:
         """Captures a bucket, after running its body once on this batch, which compiles its kernels. None: there is no
-        memory, and from now on no graph is used."""
-        began, on_gpu = perf_counter(), self.device.type == "cuda"
-        with torch.inference_mode(False):
-            host = torch.zeros(sum(sizes.fields().values()), dtype=torch.int32, pin_memory=on_gpu)
-            numbers = host.to(self.device, copy=True)
+        memory."""
+        numbers = Numbers(sum(sizes.fields().values()), self.device)
         padded = Padded(sizes, self.device, batch.hidden)
-        tables = lay_out(numbers, padded, sizes)
-        write_numbers(host.numpy(), batch, attention.pool.block_tables, sizes)
-        numbers.copy_(host)
+        tables = lay_out(numbers.device, padded, sizes)
+        write_numbers(numbers.host, batch, attention.pool.block_tables, sizes)
+        numbers.copy()
+        run = self.record(lambda: body(padded, tables), sizes.rows)
+        return None if run is None else Graph(sizes, numbers, run)
+
+    def record(self, body: Callable[[], T], rows: int) -> Callable[[], T] | None:
+        """A body of so many rows as a graph. None: there is no memory, and from now on no graph is used."""
+        began = perf_counter()
         try:
-            run = self._record(lambda: body(padded, tables))
+            run = self._record(body)
         except torch.OutOfMemoryError:
             self.enabled = False
             self._graphs.clear()
@@ -133,10 +182,10 @@ class Graphs:
                 "kv_cache_memory"
             )
             return None
-        log.info("captured a CUDA graph of %d rows in %.1f s", sizes.rows, perf_counter() - began)
-        return Graph(sizes, host, numbers, run, torch.cuda.Event() if on_gpu else None)
+        log.info("captured a CUDA graph of %d rows in %.1f s", rows, perf_counter() - began)
+        return run
 
-    def _record(self, body: Callable[[], Output]) -> Callable[[], Output]:
+    def _record(self, body: Callable[[], T]) -> Callable[[], T]:
         """The body as a graph, where there is CUDA."""
         if self.device.type != "cuda":
             return body
@@ -156,7 +205,7 @@ class Graphs:
                 raise error.__context__ from None
             raise
 
-        def replay() -> Output:
+        def replay() -> T:
             graph.replay()
             return output
 

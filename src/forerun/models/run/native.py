@@ -41,7 +41,7 @@ from forerun.models.weights.tiling import TiledModel
 from forerun.models.weights.transform import Weights
 
 if TYPE_CHECKING:
-    from forerun.models.run.graphs import Graphs
+    from forerun.models.run.graphs import Graphs, Steps
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class NativeModel(TiledModel):
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
         if self.graphs is not None and self.tiles is None and self.graphs.serves(batch, attention):
-            output = self.graphs(batch, attention, partial(self._feed, attention=attention))
+            output = self.graphs(batch, attention, partial(self.feed_begun, attention=attention))
             if output is not None:
                 return output
         return super().forward(batch, attention)
@@ -267,9 +267,18 @@ class NativeModel(TiledModel):
         """A forward layer by layer, its rows padded to a call's size if the model is tiled."""
         metadata, team = attention.begin(batch), self.team
         with nullcontext() if team is None else team.feeding(batch, attention, self.tiles, invariant=self.invariant):
-            return self._feed(batch, metadata, attention)
+            return self.feed_begun(batch, metadata, attention)
 
-    def _feed(self, batch: Batch, metadata: Metadata, attention: Attention) -> Output:
+    def steps(self, attention: Attention) -> Steps | None:
+        """How chains are drafted without the host, if they can be."""
+        if self.graphs is None or self.tiles is not None:
+            return None
+        from forerun.models.run.graphs import Steps
+
+        return Steps(self.graphs, self.forward, partial(self.feed_begun, attention=attention), self._num_logits)
+
+    def feed_begun(self, batch: Batch, metadata: Metadata, attention: Attention) -> Output:
+        """A forward layer by layer, for which attention has begun."""
         x, last, experts = self._inputs(batch), len(self._layers), 0
         rows, normed = self._logit_rows(batch), last in batch.hidden
         if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, AttentionPlan):

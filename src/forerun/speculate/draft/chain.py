@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -34,6 +34,10 @@ from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.levels import StepsConfig
+
+if TYPE_CHECKING:
+    from forerun.models.run.graphs import Steps
+    from forerun.speculate.draft.graph_chain import GraphChains
 
 NO_TOKEN = -1
 FEEDS_RAW, FEEDS_NORMED = 1, 2
@@ -203,9 +207,15 @@ class ChainRunner:
     def find(
         cls, fused: Fused | None, attention: Attention, chooser: Chooser, config: StepsConfig, *,
         feeds_hidden: int = 0, output_ids: torch.Tensor | None = None, lookup: ChainLookup | None = None,
-    ) -> ChainRunner | None:  # fmt: skip
-        """Returns None if there is no compiled call for this drafter and these options."""
+        steps: Steps | None = None,
+    ) -> ChainRunner | GraphChains | None:  # fmt: skip
+        """Returns None if there is no compiled call, or on a GPU no graph of ``steps``, for this drafter and these
+        options."""
         sampler = chooser.sampler
+        if steps is not None and not config.branches:
+            from forerun.speculate.draft.graph_chain import GraphChains  # needs Triton
+
+            return GraphChains.find(steps, chooser, config, output_ids)
         if fused is None or fused.keeps_state or sampler.compiled is None or config.branches:
             return None
         size = sampler.vocab_size if output_ids is None else len(output_ids)

@@ -26,6 +26,7 @@ from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype
 from forerun.models.run.base import Model, new_attention
+from forerun.models.run.native import NativeModel
 from forerun.models.text.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters, scatter_logits
 from forerun.speculate.draft.chain import CatchUpConfig, ChainLookup, ChainRunner, can_chain
@@ -167,10 +168,13 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.nodes = config.rows_by_depth()
         self.chooser = Chooser.of(config, context)
         fused = None if config.use_heterogeneous_vocab else self.model.fused
+        steps = None
+        if isinstance(self.model, NativeModel) and not config.use_heterogeneous_vocab:
+            steps = self.model.steps(self.attention)
         most = LOOKUP_TOKENS if config.prompt_lookup_num_tokens is None else config.prompt_lookup_num_tokens
         lookup = ChainLookup(most) if most else None
         self.chains = ChainRunner.find(
-            fused, self.attention, self.chooser, config, output_ids=self.output_ids, lookup=lookup
+            fused, self.attention, self.chooser, config, output_ids=self.output_ids, lookup=lookup, steps=steps
         )
 
     @classmethod

@@ -1,0 +1,85 @@
+"""Chains that a GPU drafts without the host, under Triton's interpreter: those of the kernel on a CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.speculate.draft.chain import ChainRunner
+from forerun.speculate.draft.graph_chain import Bucket, GraphChains
+from tiny import save_checkpoint, tiny_llama
+
+ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
+pytestmark = [ON_GPU] if torch.cuda.is_available() else []
+ASKED = [([9, 3, 8], 3, {}), ([20, 11], 5, {"temperature": 0.8}), ([5], 6, {"temperature": 1.1, "top_k": 20})]
+"""Prompts, ``max_tokens`` and options: the first drafts have at most 1, 3 and 3 tokens."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    model = tiny_llama(layers=1, num_attention_heads=2, num_key_value_heads=1)
+    return save_checkpoint(model, tmp_path_factory.mktemp("gpu") / "target")
+
+
+@pytest.fixture
+def drafts(target, monkeypatch):
+    """``drafts(interpreted, **way)``: tokens and parents of the first drafts, and what the draft's cache then holds."""
+
+    def get(interpreted, **way):
+        monkeypatch.setenv("FORERUN_INTERPRET", str(int(interpreted)))
+        way = {"method": "draft_model", "model": target, "num_speculative_tokens": 3, **way}
+        llm = LLM(target, device="cpu", dtype="float32", speculative_config=way, max_model_len=32, page_size=8)
+        (drafter,) = llm.engine.router.drafters.values()
+        assert type(drafter.chains) is (GraphChains if interpreted else ChainRunner)
+        propose, made = drafter.propose, []
+
+        def record(sequences, budgets):
+            made.extend(propose(sequences, budgets))
+            return made
+
+        monkeypatch.setattr(drafter, "propose", record)
+        for tokens, most, options in ASKED:
+            given = {"temperature": 0.0, "max_tokens": most, "ignore_eos": True, "seed": 3, **options}
+            llm.engine.add(tokens, SamplingParams(**given))
+        while not made:
+            llm.engine.step()
+        (pool,) = drafter.pools()
+        return [(each.tokens, each.parents) for each in made], [*pool.keys, *pool.values]
+
+    return get
+
+
+def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch):
+    expected, _ = drafts(False)
+    assert [len(tokens) for tokens, _ in expected] == [1, 3, 3]
+    got, kept = drafts(True)
+    assert got == expected
+    write = Bucket.write
+
+    def spoil(self, batch, tables, chosen, depths):
+        garbage, rows, count = np.random.default_rng(0), self.sizes.rows, len(chosen)
+        self.logits.normal_()
+        self.numbers.host[:] = garbage.integers(1, 9, len(self.numbers.host))
+        write(self, batch, tables, chosen, depths)
+        assert rows > count
+        self.host["options"].reshape(rows, 4)[count:] = garbage.random((rows - count, 4), np.float32).view(np.int32)
+        for name in ("now", "keys"):
+            padding = self.host[name].reshape(-1, rows, 3)[:, count:]
+            padding[:] = garbage.integers(1, 9, padding.shape)
+        self.host["forward"][: 2 * rows].reshape(2, rows)[:, count:] = 5  # token ids and positions
+
+    monkeypatch.setattr(Bucket, "write", spoil)
+    got, cache = drafts(True)
+    assert got == expected
+    assert all(map(torch.equal, cache, kept))
+
+
+@pytest.mark.parametrize(
+    "way", [{"confidence_threshold": 0.02}, {"confidence_threshold": 0.04, "draft_vocab_size": 60}], ids=["", "reduced"]
+)
+def test_a_floor_that_cuts_in_the_middle(drafts, way):
+    expected, _ = drafts(False, **way)
+    shapes = [parents for _, parents in expected]
+    assert [-1, 0, 0] in shapes  # the second choice beside the last token
+    assert [-1, 0, 1] in shapes
+    assert drafts(True, **way)[0] == expected
