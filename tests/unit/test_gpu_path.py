@@ -119,7 +119,7 @@ def test_no_memory_for_graphs_is_said_once_and_loses_nothing(target, monkeypatch
     def fail(self, body):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    way = {"method": "draft_model", "model": target, "num_speculative_tokens": 1}
+    way = {"method": "draft_model", "model": target, "num_speculative_tokens": 2}
     expected = answers(target)[1]
     monkeypatch.setenv("FORERUN_INTERPRET", "1")
     monkeypatch.setattr(graphs.Graphs, "_record", fail)  # the target's, then the draft's
@@ -158,6 +158,32 @@ def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         graphs.Graphs(torch.device("cuda"), None)._record(body)
     assert streams == ["the capture's", torch.cuda.current_stream()]
+
+
+def test_a_rounds_seconds_are_the_devices_own(monkeypatch):
+    """Calls return at once; the device is behind, and its clock is read when it has caught up."""
+    done, ends = [0.0], iter([10.0, 14.0, 34.0, 35.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at = next(ends)
+
+        def synchronize(self):
+            done[0] = self.at
+
+        def elapsed_time(self, later):
+            assert later.at <= done[0]
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    laps = gpu.Laps(torch.device("cuda"))
+    laps.mark()
+    laps.mark()
+    assert laps.seconds() == pytest.approx([0.004, 0.02, 0.001])
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])

@@ -130,7 +130,7 @@ def test_forwards_count_the_experts_that_transformers_chooses(described):
 def test_a_round_tells_its_policy_what_its_forward_read_and_how_long_each_step_took(described, monkeypatch):
     engine, read = LLM(described("qwen3_moe"), invariant=False).engine, []
     monkeypatch.setattr(engine.policy, "observe", lambda *given: read.append(given[-1]))
-    monkeypatch.setattr("forerun.speculate.round.perf_counter", cycle([0.0, 1.0, 3.0, 7.0]).__next__)
+    monkeypatch.setattr("forerun.kernels.gpu.perf_counter", cycle([0.0, 1.0, 3.0, 7.0]).__next__)
     engine.add([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     while engine.busy:
         engine.step()

@@ -11,6 +11,8 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,32 @@ def _counters(device: torch.device, count: int) -> torch.Tensor:
     """They are never freed: a CUDA graph may hold their address."""
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+class Laps:
+    """A clock for the parts of a round, the first of which begins now. On a GPU it is the device's own: calls return
+    before their kernels have run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A part ends, and the next one begins."""
+        if self._stream is None:
+            self._marks.append(perf_counter())
+        else:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record(self._stream)
+
+    def seconds(self) -> list[float]:
+        """Those of each part; the last one ends now. Waits for the device."""
+        self.mark()
+        if self._stream is None:
+            return [after - before for before, after in pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
 
 
 @cache

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 
 from forerun.core.request import Beams, Requests, RequestState
 from forerun.core.tree import Draft, Verdict
+from forerun.kernels.gpu import Laps
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
 from forerun.speculate.beams import beam_progress, branch
@@ -42,11 +42,11 @@ def speculate(
     """Runs one round. It feeds each sequence's ``scheduled`` tokens; a sequence whose last committed token is fed gets
     new tokens."""
     budgets = policy.budgets(sequences)  # draft lengths; 0: plain decoding
-    began = perf_counter()
+    laps = Laps(target.model.info.device)
     drafts = drafter.propose(sequences, budgets)  # 1. sample guesses from q
-    drafted = perf_counter()
+    laps.mark()
     result = verify(target, sequences, drafts)  # 2. compute p at every guess, in one forward
-    verified = perf_counter()
+    laps.mark()
     verdicts = _accept(rule, result, sampler, len(sequences))  # 3. accept a path of guesses, and draw the next token
     outcome = branch(sequences, drafts, verdicts, result, sampler, target, (drafter, policy))
     for sequence, draft, verdict in zip(*outcome.all):
@@ -54,7 +54,8 @@ def speculate(
             verdict.tokens = clip(sequence, draft, verdict)
     roll_back(target, result, outcome)  # 4. commit the emitted tokens, and drop the rest from the cache
     drafter.observe(*outcome.all, result)
-    seconds = Seconds(drafted - began, verified - drafted, perf_counter() - verified, result.output.experts)
+    drafting, verifying, accepting = laps.seconds()
+    seconds = Seconds(drafting, verifying, accepting, result.output.experts)
     verdicts = outcome.verdicts[: len(sequences)]
     policy.observe(sequences, drafts, list(map(beam_progress, sequences, drafts, verdicts)), seconds)
     return Round(drafts, verdicts, result, seconds, outcome.groups)
