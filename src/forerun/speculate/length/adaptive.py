@@ -45,6 +45,8 @@ class Plan:
     rounds_left: int = 0
     trial: bool = False
     """Whether its drafts are not expected to pay."""
+    lost: float = 0.0
+    """Plain rounds that its rounds have cost beyond the tokens they brought."""
 
 
 @policies.register("adaptive")
@@ -56,10 +58,13 @@ class Adaptive(LengthPolicy):
     MARGIN = 1.03
     """The expected speedup from which drafts are used."""
     ROUNDS = 24
-    """Most rounds of one plan; fewer while planning takes less than ``PLANNING`` of the time."""
-    PLANNING = 0.002
+    """Most rounds of one plan; fewer while planning takes less than the first part ``PLANNING`` of the time, more while
+    it takes more than the second, as for many sequences on a GPU."""
+    PLANNING = (0.002, 0.005)
     WINDOW, LOSS, CLEAR = 200, 2.0, 1.2
     """From the expected speedup ``CLEAR`` on, drafts go on in spite of losses."""
+    PLAN_LOSS = 0.5
+    """A plan that has lost so many plain rounds ends."""
     TRIAL = 1
     """Most rounds of a trial."""
     START, EXPLORES, EARNS, SAVES = 1.4, 0.005, 0.05, 6.0
@@ -119,8 +124,10 @@ class Adaptive(LengthPolicy):
         self._vain = 0
         """Trials since drafts last paid."""
         self._backlogged = False
-        self._planning = self._planned = 0.0
-        """Seconds of a plan, usually; and of the one before this round, if there was one."""
+        self._planning = 0.0
+        """Seconds of a plan, usually."""
+        self._known_rates: dict[object, list[float]] = {}
+        """Those of ``_rates``, while a plan is made."""
 
     def move(self, setting: Setting) -> None:
         super().move(setting)
@@ -131,7 +138,6 @@ class Adaptive(LengthPolicy):
 
     def budgets(self, sequences: Requests) -> list[int]:
         longest = [self.longest(sequence) for sequence in sequences]
-        self._planned = 0.0
         self._checking -= 1  # below 0: no plain rounds are being timed
         if not any(longest):  # also where this plan's own 0 was reserved: it comes to an end all the same
             self._plan.rounds_left -= 1
@@ -143,13 +149,13 @@ class Adaptive(LengthPolicy):
         if plan.rounds_left <= 0 or not all(s.id in plan.sequences or not cap for s, cap in zip(sequences, longest)):
             began = self.clock()
             self._plan = plan = self._make_plan(sequences, longest, table)
-            seconds = self.clock() - began
-            self._planned = seconds
-            self._planning += 0.2 * (seconds - self._planning)
+            self._planning += 0.2 * (self.clock() - began - self._planning)
             per_round = len(sequences) / max(plan.rate, 1e-9) * (table.level or 1.0)
             # A trial lasts as long as it was paid for, and a plan that is made during a check ends with it.
-            most = self.TRIAL if plan.trial else self._checking if self._checking > 0 else self.ROUNDS
-            plan.rounds_left = max(1, min(int(self._planning / (self.PLANNING * per_round)), most))
+            longest_plan, shortest_plan = (int(self._planning / (share * per_round)) for share in self.PLANNING)
+            most = max(self.ROUNDS, shortest_plan)
+            most = self.TRIAL if plan.trial else self._checking if self._checking > 0 else most
+            plan.rounds_left = max(1, min(longest_plan, most))
         plan.rounds_left -= 1
         self._backlogged = False
         budgets = [self._budget(s, cap, plan) if cap else 0 for s, cap in zip(sequences, longest)]
@@ -206,6 +212,7 @@ class Adaptive(LengthPolicy):
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         count, rows = len(sequences), len(sequences) + sum(map(len, drafts))
+        self._known_rates.clear()
         for sequence, draft, verdict, budget in zip(sequences, drafts, verdicts, self._budgets):
             if budget or draft.shadow:
                 self._learn(sequence, draft, verdict.matched, verdict.tokens)
@@ -224,13 +231,16 @@ class Adaptive(LengthPolicy):
             for method, depth in asked.items():
                 cost += self.prices.draft(table, method or "", depth)
                 if len(asked) == 1:
-                    self.prices.observe_draft(table, method or "", depth, seconds.draft - self._planned)
+                    self.prices.observe_draft(table, method or "", depth, seconds.draft)
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / self.prices.verify(table, count, count) - tokens / count if drafted else 0.0
         # The full deque drops its oldest loss, so the running sum does, too.
         self._lost += loss - (self._losses[0] if len(self._losses) == self.WINDOW else 0.0)
         self._losses.append(loss)
+        self._plan.lost += loss
+        if self._plan.lost > self.PLAN_LOSS:
+            self._plan.rounds_left = 0
         if loss < 0.0:  # a gain; a trial's own is saved whole, since the trial was paid in advance
             self._savings -= loss * (1.0 if self._plan.trial else self.EARNS)
         elif not drafted:
@@ -309,15 +319,19 @@ class Adaptive(LengthPolicy):
 
     def _rates(self, sequence: RequestState) -> list[float]:
         """By depth, the chance that a token of this sequence's next draft is accepted if all before it are."""
-        rates = self._acceptance(sequence, None).rates()
-        if sequence.reads is not None:
-            quality = sequence.reads / (sequence.reads + self.WINDOW_LOSS)
-            rates = self._acceptance(sequence).rates([quality * rate for rate in rates])
         own = self.by_sequence.get(sequence.id)
-        return own.rates(rates) if own is not None else rates
+        key = sequence.id, sequence.reads, own is None
+        if key not in self._known_rates:
+            rates = self._acceptance(sequence, None).rates()
+            if sequence.reads is not None:
+                quality = sequence.reads / (sequence.reads + self.WINDOW_LOSS)
+                rates = self._acceptance(sequence).rates([quality * rate for rate in rates])
+            self._known_rates[key] = own.rates(rates) if own is not None else rates
+        return self._known_rates[key]
 
     def _make_plan(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
         ids = frozenset([sequence.id for sequence in sequences])
+        self._known_rates.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
         reading = any(sequence.scheduled > 1 for sequence in sequences)
         due = self.CHECK_EVERY[not self.prices.slower]
@@ -407,9 +421,14 @@ class Adaptive(LengthPolicy):
         count, tokens = copies * len(sequences), copies * self._expected_tokens(sequences, depths)
         rows, prices, seconds = float(count), self.prices, 0.0
         drafting: dict[str, float] = {}
+        known: dict[object, float] = {}
         for sequence in sequences:
             depth, method = depths.get(sequence.id, 0), sequence.drafter
             if not depth or method is None:
+                continue
+            key = method, sequence.reads, sequence.params.greedy, depth
+            if key in known:
+                rows += known[key]
                 continue
             acceptance = self._acceptance(sequence)
             extra = self._acceptance(sequence, None).extra_nodes
@@ -420,7 +439,8 @@ class Adaptive(LengthPolicy):
             if count == 1:
                 chances = [(length, chance) for length, chance in enumerate(ends) if chance]
                 seconds = sum(chance * prices.verify(table, 1 + nodes[length], 1) for length, chance in chances)
-            rows += copies * sum(fraction * nodes[length] for length, fraction in enumerate(ends))
+            known[key] = copies * sum(fraction * nodes[length] for length, fraction in enumerate(ends))
+            rows += known[key]
             drafting[method] = max(drafting.get(method, 0.0), sum(exists))
         seconds = seconds or prices.verify(table, rows, count)
         seconds += sum(prices.draft(table, method, depth) for method, depth in drafting.items())
@@ -434,6 +454,7 @@ class Adaptive(LengthPolicy):
         """
         count = len(sequences)
         token = self.prices.verify(table, count, count) / count  # seconds of a plain token
+        known: dict[object, tuple[float, float]] = {}
         for index, sequence in enumerate(sequences):
             method = sequence.drafter
             if not longest[index] or method is None:
@@ -447,7 +468,7 @@ class Adaptive(LengthPolicy):
                 options = [(None, backlog), *((n, n) for n in self.WINDOWS if 2 * n <= backlog)]
             elif not waits:
                 continue
-            saved = [self._rounds_saved(sequence, longest[index], n, table, count) for n, _ in options]
+            saved = [self._rounds_saved(sequence, longest[index], n, table, count, known) for n, _ in options]
             price = table.read.get(method, 0.0)
             worth = [rounds * token - price * n for rounds, (_, n) in zip(saved, options)]
             best = max(worth)
@@ -459,22 +480,28 @@ class Adaptive(LengthPolicy):
                 longest[index] = 0
 
     def _rounds_saved(
-        self, sequence: RequestState, cap: int, reads: int | None, table: PriceTable, count: int
-    ) -> float:
+        self, sequence: RequestState, cap: int, reads: int | None, table: PriceTable, count: int,
+        known: dict[object, tuple[float, float]],
+    ) -> float:  # fmt: skip
         """Plain rounds that drafts save in the rest of this answer, if its drafter starts from ``reads`` tokens.
 
-        ``count``: answers like this one in the batch.
+        ``count``: answers like this one in the batch. ``known``: tokens and speed of drafts of which there is no
+        evidence of their own.
         """
         # The plan below reads both of these; they are put back behind it.
         before, sequence.reads = sequence.reads, reads
         own = self.by_sequence.pop(sequence.id) if reads != before and sequence.id in self.by_sequence else None
-        best = self._best_plan([sequence], [cap], table, count)
+        key = None if sequence.id in self.by_sequence else (sequence.drafter, sequence.params.greedy, cap, reads)
+        if key is None or key not in known:
+            best = self._best_plan([sequence], [cap], table, count)
+            known[key] = self._expected_tokens([sequence], best.depths), best.speedup
+        tokens, speedup = known[key]
         # The last draft reaches beyond the end of the answer.
-        rest = self.lengths.expected_remaining(sequence) - self._expected_tokens([sequence], best.depths)
+        rest = self.lengths.expected_remaining(sequence) - tokens
         sequence.reads = before
         if own is not None:
             self.by_sequence[sequence.id] = own
-        return rest * (1.0 - 1.0 / best.speedup)
+        return rest * (1.0 - 1.0 / speedup)
 
     def state(self) -> dict[str, Any] | None:
         """What was learnt, as JSON, for the next engine of the same kind on this machine; None if it is nothing."""

@@ -177,7 +177,9 @@ class Prices:
         table = self.tables.get(key)
         if table is None:
             others = [known for known in self.tables if known[1] == size]
-            table = self.tables[key] = (None if others else self._measure(size)) or self._guess(*key)
+            # A batch of ``size`` may be more than the engine has room for.
+            measured = None if others else self._measure(size) or self._measure(sequences)
+            table = self.tables[key] = measured or self._guess(*key)
         return table
 
     def _guess(self, threads: int, size: int) -> PriceTable:
