@@ -2,9 +2,10 @@
 
 PARTS, each in a process of its own with its own time limit: ``bits`` (the self-test of rows, in chains and trees),
 ``identity`` (drafted tokens against plain ones), ``linears`` (the fastest tiles, and the kernel of matrices against
-cuBLAS), ``speed`` and ``drafts`` (Llama-3.2-1B's shape in bfloat16, plain and with drafts of synthetic acceptance).
+cuBLAS), ``speed`` and ``drafts`` (Llama-3.2-1B's shape in bfloat16, plain and with adaptive drafts of synthetic
+acceptance), ``chains`` (four tokens of draft_model and eagle: the step that is a graph against a step at a time).
 Every line has what was found and what is expected, and is printed as it is found; the last one counts those that agree.
-No GPU has run linears, sampling and graphs in Triton yet: the first two parts do, and what follows needs them.
+No GPU has run linears, sampling, graphs and chains in Triton yet: the first two parts do, and what follows needs them.
 
 ``--interpret`` runs ``bits`` and ``identity`` on tiny models under Triton's interpreter, on any machine.
 """
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from math import inf
 from pathlib import Path
 
 INTERPRET = "--interpret" in sys.argv
@@ -32,9 +34,11 @@ from forerun.core.batch import Batch, Span  # noqa: E402
 from forerun.models.load import load_model  # noqa: E402
 from forerun.models.run.base import new_attention  # noqa: E402
 from forerun.models.run.invariance import self_test  # noqa: E402
+from forerun.speculate.draft.heads.eagle import EagleHead  # noqa: E402
+from forerun.speculate.draft.heads.head import Sizes  # noqa: E402
 
 DEVICE = "cpu" if INTERPRET else "cuda"
-LIMITS = {"bits": 40, "identity": 40, "linears": 55, "speed": 65, "drafts": 40}
+LIMITS = {"bits": 35, "identity": 40, "linears": 40, "speed": 50, "drafts": 35, "chains": 40}
 """Seconds of each part on a GPU."""
 RATES = [0.8, 0.65, 0.5, 0.4]
 """Synthetic acceptance of four drafted tokens."""
@@ -87,11 +91,21 @@ def bits(place):
         report("bits", f"{dtype} chains and trees", text, "every row as decoded", not found)
 
 
+def eagle(place, sizes):
+    """A random EAGLE-3 head with a layer of the target's shape."""
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    options = {"heads": heads, "kv_heads": kv_heads, "width": sizes["hidden_size"] // heads,
+               "inner_size": sizes["intermediate_size"]}  # fmt: skip
+    folder = Path(place) / f"eagle {sizes['hidden_size']}"
+    EagleHead(Sizes(sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"], 5, options)).save(folder)
+    return {"method": "eagle", "model": str(folder)}
+
+
 def identity(place):
     target = saved(place, "bits", TINY if INTERPRET else SMALL, 0.3 if INTERPRET else 0.08)
-    draft = {"method": "draft_model", "model": target}
-    ways = [{"method": "ngram", "num_speculative_tokens": 3}, {**draft, "tree": [2, 1]}]
-    ways += [] if INTERPRET else [{"method": "suffix"}, draft]
+    draft = {"method": "draft_model", "model": target, "num_speculative_tokens": 2}
+    ways = [draft, {"method": "draft_model", "model": target, "tree": [2, 1]}]
+    ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}, eagle(place, SMALL)]
     size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 6, {"max_tokens": 40})
     options.update(top_p=0.95, seed=7, ignore_eos=True)
     params = [SamplingParams(temperature=each, **options) for each in (0, 0.8)]
@@ -203,15 +217,55 @@ def speed(place):
         report("speed", f"{rows} rows of a forward", found, f"at most {most}", share <= most)
 
 
+def synthetic(place, method):
+    """Four drafted tokens a round, of synthetic acceptance."""
+    way = eagle(place, LARGE) if method == "eagle" else {"method": method, "model": saved(place, "head", HEAD)}
+    return {**way, "num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES}
+
+
 def drafts(place):
-    way = {"method": "draft_model", "model": saved(place, "head", HEAD), "num_speculative_tokens": 4,
-           "synthetic_acceptance_rates": RATES}  # fmt: skip
+    way = {**synthetic(place, "draft_model"), "length": "adaptive"}
     llm = LLM(saved(place, "large", LARGE), device=DEVICE, speculative_config=way, max_num_seqs=64, max_model_len=512)
     for streams in (1, 16, 64):
         rate, kept = throughput(llm, streams), Path(place, f"plain {streams}")
         plain = float(kept.read_text()) if kept.exists() else 0.0
         report("drafts", f"{streams} streams", f"{rate:.0f} tokens/s", f"at least {0.98 * plain:.0f}, 0.98 of plain",
                rate >= 0.98 * plain)  # fmt: skip
+
+
+def one_stream(llm, new=128):
+    """Tokens a second and seconds a round of one request, the best of three; and its drafted and accepted tokens."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=new, ignore_eos=True)
+    best = None
+    for _ in range(4):  # the first one captures
+        began = time.monotonic()
+        (out,) = llm.generate(prompts(1, 64, 4096), params, use_tqdm=False)
+        took, metrics = time.monotonic() - began, out.metrics
+        best = min(best or inf, took)
+    counts = metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
+    return new / best, best / metrics.rounds, counts
+
+
+def chains(place):
+    target, common = saved(place, "large", LARGE), {"device": DEVICE, "max_num_seqs": 8, "max_model_len": 512}
+    llm = LLM(target, speculative_config=None, **common)
+    plain, token, _ = one_stream(llm)
+    report("chains", "plain", f"{plain:.0f} tokens/s", "a number", True)
+    llm.close()
+    for method in ("draft_model", "eagle"):
+        llm = LLM(target, speculative_config={**synthetic(place, method), "length": "fixed"}, **common)
+        (drafter,) = llm.engine.router.drafters.values()
+        if drafter.chains is None:
+            report("chains", method, "no graph of a step", "one", False)
+        rate, took, counts = one_stream(llm)
+        found = f"{rate:.0f} tokens/s, a round {took / token:.2f} of a plain one"
+        report("chains", method, found, "a round at most 1.35", took <= 1.35 * token)
+        drafter.chains = None
+        slower, _, others = one_stream(llm)
+        found = f"{slower:.0f} tokens/s, drafted and accepted {others}"
+        report("chains", f"{method}, a step at a time", found, f"at most {rate:.0f}, {counts}",
+               slower <= rate and counts == others)  # fmt: skip
+        llm.close()
 
 
 def main():
