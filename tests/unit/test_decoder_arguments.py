@@ -112,6 +112,8 @@ BAD_MODELS = [
     {"activation": -1},
     {"activation": 2},
     {"intermediate": 63},
+    {"norm_embedding": 1},
+    {"norm_given": 1},
 ]
 
 

@@ -39,7 +39,7 @@ OPTIONS = [
 SURE = {"confidence_threshold": 0.01}
 
 
-@pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "blocks", "gemma2", "qwen3_moe-some"])
+@pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "blocks", "mtp", "gemma2", "qwen3_moe-some"])
 def options(request, described, tiny_target, tiny_draft, tmp_path):
     if request.param in ("draft_model", "sure"):
         return {"method": "draft_model", "model": tiny_draft} | (SURE if request.param == "sure" else {})

@@ -277,13 +277,14 @@ def write_gguf(folder, model, layer, names=None, kind=None):
 
 
 @pytest.mark.parametrize("kind", where(ON_CPU["q8_0"].can(torch.float32, torch.device("cpu")), ["q8_0"]))
-def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, kind):
+def test_blocks_of_a_gguf_file_stay_blocks_in_the_compiled_call(tmp_path, kind):
     model, layer = qwen(tmp_path)
     path = write_gguf(tmp_path, model, layer, kind=gguf.GGMLQuantizationType[kind.upper()])
     llm = LLM(str(path), speculative_config={"method": "mtp"}, dtype="float32")
     (drafter,) = llm.engine.router.drafters.values()
     kinds = [linear.kind for linear in drafter.decoder.linears()]
     assert kinds.count(kind.upper()) == len(kinds) - 1  # 48 inputs of down_proj are no whole blocks
+    assert drafter.chains is not None
     drafted, committed = draft(path)
     assert drafted == expected(model, layer, committed, 4, None)
 

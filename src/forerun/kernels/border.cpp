@@ -316,6 +316,7 @@ Error model_fits(const Model<T> &m, const Layer *layers) {
   if (m.head.weight)
     if (const Error error = layer_fits(m.head, m.hidden, m.head.outputs)) return error;
   REQUIRE(!m.fc.weight || has_embedding(m), NULL_POINTER);
+  REQUIRE(m.fc.weight || (!m.norm_embedding && !m.norm_given), LAYER_KIND);
   if (m.fc.weight)
     if (const Error error = layer_fits(m.fc, 2 * m.hidden, m.hidden)) return error;
   for (int64_t i = 0; i < m.layers; i++) {
@@ -403,6 +404,7 @@ Error chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const
   REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.max_depth, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
+  REQUIRE(within(d.feeds_hidden, 0, 2), CHAIN_RANGE);
   REQUIRE(!d.feeds_hidden || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.output_ids || m.head.outputs <= m.num_embeddings, TOKEN_RANGE);  // drafted tokens are fed
   for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.num_embeddings - 1), TOKEN_RANGE);

@@ -61,6 +61,8 @@ class Decoder {
         T *const to = normed + row * 2 * m.hidden;
         embed(row, to);
         std::memcpy(to + m.hidden, c.inputs_embeds + row * m.hidden, m.hidden * sizeof(T));
+        if (m.norm_embedding) normalise(to, m.norm_embedding, to, 1);
+        if (m.norm_given) normalise(to + m.hidden, m.norm_given, to + m.hidden, 1);
       } else if (c.inputs_embeds) {
         std::memcpy(x + row * m.hidden, c.inputs_embeds + row * m.hidden, m.hidden * sizeof(T));
       } else {
@@ -513,6 +515,7 @@ class Drafting {
   // Builds the next call's rows. False if there are none.
   bool lay_out() {
     std::vector<int64_t> on;
+    const int64_t rows = ids.empty() ? first.rows : ids.size();  // of the last call
     ids.clear(), positions.clear(), spans.clear();
     for (size_t i = 0; i < active.size(); i++) {
       Chain &chain = chains[active[i]];
@@ -521,8 +524,10 @@ class Drafting {
         chain.match = chain.num_correct = 0;
         continue;
       }
-      if (d.feeds_hidden)
-        std::memcpy(&states[on.size() * model.hidden], first.workspace + i * model.hidden, model.hidden * sizeof(T));
+      if (d.feeds_hidden) {  // the last call's workspace begins with its output, then the normed one
+        const T *const outputs = first.workspace + (d.feeds_hidden == 2 ? rounded(rows * model.hidden) : 0);
+        std::memcpy(&states[on.size() * model.hidden], outputs + i * model.hidden, model.hidden * sizeof(T));
+      }
       guess(chain, d.depths[active[i]] - chain.made - 1);
       chain.row = ids.size();
       const int64_t start = d.starts[active[i]], before = start + chain.made - 1, rows = 1 + chain.guess.size();

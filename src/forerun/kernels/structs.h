@@ -187,6 +187,8 @@
   F(int64_t, num_embeddings) \
   F(const T *, embedding) /* [num_embeddings, hidden], or null: the rows of ``token_embd`` */ \
   F(const float *, norm) /* the final norm */ \
+  F(const float *, norm_embedding) /* fc's norm of the token embedding; or null */ \
+  F(const float *, norm_given) /* fc's norm of inputs_embeds; or null */ \
   F(int64_t, rotaries) /* RoPE tables */ \
   F(int64_t, activation) \
   F(int64_t, gated) /* gate_up is [gate | up]; 0: up only */ \
@@ -260,7 +262,7 @@ using AllReduce = int (*)(const void *part, int64_t is_float, float *total, int6
   F(int64_t *, tokens) /* [max_depth, sequences] drafted tokens; -1: none, as all logits are -inf or one is NaN */ \
   F(float *, q) /* [max_depth, sequences, num_ids] softmax of each sampled row, or null */ \
   F(int64_t, num_ids) /* target vocabulary: larger than the draft's if there are output_ids */ \
-  F(int64_t, feeds_hidden) /* the next input is [token | output before the final norm] (EAGLE) */ \
+  F(int64_t, feeds_hidden) /* the next input is [token | output]: 1: before the final norm (EAGLE), 2: after it (MTP); 0: token */ \
   F(double, min_confidence) /* a chain ends below this sum of top-1 log probabilities */ \
   F(const int64_t *, texts) /* each followed by its guess, end to end; null: no prompt lookup */ \
   F(const int64_t *, lengths) /* [sequences] of texts */ \
@@ -362,7 +364,7 @@ template <class T>
 struct Model {
   MODEL(FIELD)
   Linear head, token_embd;                   // null weights: another rank or process has them
-  Linear fc;                                 // EAGLE: [token embedding | inputs_embeds] to hidden; or null
+  Linear fc;                                 // EAGLE, MTP: [token embedding | inputs_embeds] to hidden; or null
   Linear per_layer_rows, per_layer_project;  // Gemma's embed_tokens_per_layer and per_layer_model_projection
 };
 

@@ -46,9 +46,9 @@ LayerStruct = namedtuple(
 )
 ModelStruct = namedtuple(
     "ModelStruct",
-    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated layer_norm parallel "
-    "norm_after_rope attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap "
-    "embedding_scale residual_scale logits_scale attn_temp_scale per_layer_scale",
+    "heads hidden intermediate layers num_embeddings embedding norm norm_embedding norm_given rotaries activation "
+    "gated layer_norm parallel norm_after_rope attn_temp_floor per_layer_size per_layer_table per_layer_norm eps "
+    "scale softcap logits_softcap embedding_scale residual_scale logits_scale attn_temp_scale per_layer_scale",
 )
 Call = namedtuple(
     "Call",

@@ -80,7 +80,6 @@ class DraftDecoder(NativeModel):
             norm_embedding=self._norm_embedding, norm_given=self._norm_given,
         )  # fmt: skip
         able = decoder.can_fuse() and can_attend(self.dtype, self.device, self.info.kv_shapes)
-        able = able and self._norm_given is None
         return Fused(decoder) if able else None
 
     def linears(self) -> Iterable[Linear]:

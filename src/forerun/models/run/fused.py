@@ -240,6 +240,8 @@ class Fused:
         model = structs.ModelStruct(
             heads=spec.heads, hidden=self.hidden, intermediate=inner, layers=len(decoder.layers),
             num_embeddings=embedding.count, embedding=numbers, norm=decoder.norm.pointer,
+            norm_embedding=0 if decoder.norm_embedding is None else decoder.norm_embedding.pointer,
+            norm_given=0 if decoder.norm_given is None else decoder.norm_given.pointer,
             rotaries=len(decoder.rotaries),
             activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
             layer_norm=decoder.norm.subtracts, parallel=of.parallel, norm_after_rope=of.norms.after_rotary,

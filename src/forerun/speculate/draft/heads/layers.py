@@ -62,9 +62,8 @@ class LayerDrafter(FeatureDrafter[L]):
         self.find_chains()
 
     def find_chains(self) -> None:
-        fused = None if self.feeds == FEEDS_NORMED else self.decoder.fused
         self.chains = ChainRunner.find(
-            fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids
+            self.decoder.fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids
         )
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
