@@ -5,8 +5,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from running import run_server
+from transformers import LlamaForCausalLM
 
-from forerun import SamplingParams, pretrained
+from forerun import LLM, SamplingParams, pretrained
 from forerun.engine.jobs import TokenLogprobs
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.text import TextService, top_by_name
@@ -132,3 +135,83 @@ def test_chat_lists_end_there_too(server):
         assert spelled == shown[: len(spelled)] != shown
         assert len(spelled + bytes(content[-1]["bytes"])) >= len(shown)
         assert content == whole["logprobs"]["content"][: len(content)]
+
+
+@pytest.fixture(scope="module")
+def raw(model_folder):
+    """transformers' log-probabilities in float32 of what follows each token."""
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logprobs(tokens):
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+LONG = "def parse(line, sep):\n    return [part.strip() for part in line.split(sep)]\n\n\n"
+PROMPTS = {COMPLETIONS: {"prompt": LONG}, CHAT: {"messages": [{"role": "user", "content": LONG}]}}
+
+
+def of_prompt(answer):
+    """vLLM has them in a completion's choices, and beside a chat's."""
+    return answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_log_probabilities_of_a_prompt(server, model_folder, raw, path):
+    """By token id, in transformers' order, whatever drafts, and whatever is cached or read in pieces."""
+    body = {**PROMPTS[path], "prompt_logprobs": 3, "max_tokens": 4, "temperature": 0}
+    tokens = server.post("/tokenize", PROMPTS[path]).json()["tokens"]
+    expected = raw(tokens)
+    answers = [server.post(path, {**body, "speculative": how}).json() for how in ({"enabled": False}, {}, {})]
+    again = server.post(path, {**PROMPTS[path], "max_tokens": 4}).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    assert "prompt_logprobs" not in json.dumps(again)
+    pieces = LLM(str(model_folder), speculative_config={"method": "ngram"}, max_num_batched_tokens=16, page_size=16)
+    with run_server(pieces) as running:
+        answers.append(running.post(path, body).json())
+    first, *rest = map(of_prompt, answers)
+    assert all(other == first for other in rest)
+    assert (len(first), first[0]) == (len(tokens), None)
+    tokenizer = load_tokenizer(model_folder)
+    for index, given in enumerate(first[1:], start=1):
+        row = expected[index - 1]
+        own = tokens[index]
+        assert [int(token) for token in given] == [own, *(t for t in row.topk(3).indices.tolist() if t != own)]
+        for token, entry in given.items():
+            value = row[int(token)]
+            assert entry["logprob"] == pytest.approx(float(value), abs=1e-3)
+            assert entry["rank"] == int((row > value).sum()) + 1
+            assert entry["decoded_token"] == tokenizer.decode([int(token)])
+
+
+def test_each_prompt_has_its_own(server, raw):
+    prompts = [[5, 9, 12, 700], [5, 9, 13]]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 2, "prompt_logprobs": 0, "echo": True, "logprobs": 2}
+    choices = server.post(COMPLETIONS, body).json()["choices"]
+    assert len(choices) == 4
+    for choice, tokens in zip(choices, [prompts[0], prompts[0], prompts[1], prompts[1]]):
+        values = [None, *(float(row[token]) for row, token in zip(raw(tokens), tokens[1:]))]
+        listed = [None if each is None else each.popitem() for each in choice["prompt_logprobs"]]
+        assert [each and int(each[0]) for each in listed] == [None, *tokens[1:]]
+        for (_, entry), value, echoed in zip(listed[1:], values[1:], choice["logprobs"]["token_logprobs"][1:]):
+            assert entry["logprob"] == echoed == pytest.approx(value, abs=1e-3)
+    fewer = server.post(COMPLETIONS, {**body, "prompt_logprobs": 9}).json()["choices"]
+    assert [choice["logprobs"]["top_logprobs"][1:2] for choice in fewer] == [
+        choice["logprobs"]["top_logprobs"][1:2] for choice in choices
+    ]
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"stream": True}, "does not go with stream"),
+    ({"use_beam_search": True, "n": 2}, "beam search does not return log-probabilities"),
+    ({"prompt_logprobs": -1}, "greater than or equal to 0"),
+    ({"prompt_logprobs": 21}, "less than or equal to 20"),
+    ({"prompt_logprobs": "all"}, "valid integer"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", PROMPTS)
+def test_what_has_no_prompt_logprobs(server, path, fields, message):
+    answer = server.post(path, {**PROMPTS[path], "prompt_logprobs": 1, **fields})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: dict[int, float]
+
+    def with_top(self, count: int) -> TokenLogprobs:
+        """Returns the same with at most ``count`` of the likeliest tokens."""
+        return self if len(self.top) <= count else replace(self, top=dict(islice(self.top.items(), count)))
 
 
 @dataclass(frozen=True, slots=True)

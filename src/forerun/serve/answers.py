@@ -123,9 +123,22 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="characters of the text before each token")
 
 
+class PromptLogprob(Answer):
+    """vLLM's form of a token's log-probability."""
+
+    logprob: float
+    rank: int = Field(description="1: the likeliest")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt but the first, by id: its own and the likeliest tokens'."""
+
+
 class CompletionChoice(ChoiceBase):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs = sometimes("if prompt_logprobs asked for it: by id, for each token of the prompt")
     finish_reason: Literal["stop", "length"]
 
 
@@ -253,6 +266,7 @@ class ChatChunkChoice(ChoiceBase):
 class Chat(Whole):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs = sometimes("if prompt_logprobs asked for it: by id, for each token of the prompt")
 
 
 class ChatChunk(Chunk):

@@ -152,10 +152,11 @@ class Server:
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"{len(prompts)} prompts times n {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
+        counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
         params = body.sampling(
             logprobs=body.logprobs,
             max_tokens=1 if prompt_only else body.max_tokens,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
         if isinstance(params, SamplingParams) and isinstance(body.prompt, str):
             params = ending(params, body.stop_at, body.prompt, self.text.fill_ends if body.fills else ())
@@ -181,7 +182,9 @@ class Server:
         texts = [item if isinstance(item, str) else await self.text.decode(item, param="prompt") for item in given]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
-        return [Echo(text, await self.text.offsets(prompt, text)) for prompt, text in zip(prompts, texts)]
+        return [
+            Echo(text, await self.text.offsets(prompt, text), body.logprobs) for prompt, text in zip(prompts, texts)
+        ]
 
     async def chat(
         self, body: ChatRequest, request_id: str, reply: type[ChatReply] = ChatReply, **options: Any
@@ -194,7 +197,7 @@ class Server:
         ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools], **options_of_template)
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
+        params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=body.prompt_logprobs)
         if tools and isinstance(params, BeamSearchParams):
             raise ConfigError("beam search cannot call tools: remove tools or use_beam_search")
         special = self.text.special_markers(tools=bool(tools))

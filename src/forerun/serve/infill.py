@@ -13,7 +13,7 @@ from forerun.engine.stop import LENGTH
 from forerun.models.text.infill import Hole, ending
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers
-from forerun.serve.schema import ExtraFiles, Generation, Int, StopAt, Text
+from forerun.serve.schema import Absent, ExtraFiles, Generation, Int, StopAt, Text
 from forerun.serve.stream import Choice, CompletionReply
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class InfillRequest(Generation):
     prompt: Text = Field("", description="what follows input_prefix, such as the cursor's line up to the cursor")
     max_tokens: Int | None = Field(None, ge=0, description="0: the prompt is read into the cache, and nothing else")
     n: Int = Field(1, ge=1, le=1)
+    prompt_logprobs: Absent = None
     n_indent: Int = Field(0, ge=0, description="end before a line that is indented by fewer characters")
     stop_at: StopAt | None = Field(None, description="end the answer with the cursor's line, or with its block")
     temperature: float = Field(0.8, ge=0, le=100)

@@ -452,6 +452,9 @@ class Generation(Sampled):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
+    prompt_logprobs: Int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the prompt's tokens, and so many of the likeliest"
+    )
     prediction: Prediction | None = Field(None, description="what the answer may be, to draft from; changes no token")
 
     @classmethod
@@ -468,6 +471,8 @@ class Generation(Sampled):
     def _check_options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs does not go with stream: true")
         if not self.use_beam_search and (self.length_penalty != 1.0 or self.early_stopping is not False):
             raise ValueError("length_penalty and early_stopping go with use_beam_search: true")
         return self

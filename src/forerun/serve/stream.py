@@ -102,6 +102,7 @@ class Reply(ABC):
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
         self.predicted = body.prediction is not None
+        self.of_prompt = body.prompt_logprobs
         facts = server.engine.facts
         self.identity = facts.identity
         self.method = sequence.drafter
@@ -169,6 +170,24 @@ class Reply(ABC):
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
         text, encoded = self.text.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": encoded}
+
+    def _prompt_logprobs(self, stream: Stream) -> answers.PromptLogprobs:
+        """Those of a prompt's tokens: each token's own first, then the likeliest tokens'."""
+        result: answers.PromptLogprobs = []
+        for item in stream.jobs[0].prompt_logprobs or ():
+            if item is None:
+                result.append(None)
+                continue
+            top = enumerate(item.with_top(self.of_prompt or 0).top.items(), start=1)
+            ranked = {token: (value, rank) for rank, (token, value) in top if token != item.token}
+            ranked = {item.token: (item.logprob, item.rank), **ranked}
+            result.append({
+                token: answers.PromptLogprob(
+                    logprob=finite(value), rank=rank, decoded_token=self.text.token_text(token)[0]
+                )
+                for token, (value, rank) in ranked.items()
+            })  # fmt: skip
+        return result
 
     async def collect(self) -> answers.Answer:
         """Returns the whole answer. Raises ApiError or ForerunError if it failed."""
@@ -318,6 +337,8 @@ class Echo:
 
     text: str = ""
     offsets: Sequence[int] = ()
+    top: int = 0
+    """The likeliest tokens that are listed for each of its tokens."""
 
 
 class CompletionReply(Reply):
@@ -348,7 +369,10 @@ class CompletionReply(Reply):
 
     def whole_choice(self, choice: Choice) -> answers.CompletionChunkChoice:
         prompt = self._echo(choice)
-        return self._entry(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
+        entry = self._entry(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
+        if self.of_prompt is not None:
+            entry.prompt_logprobs = self._prompt_logprobs(self.streams[choice.index // self.per_prompt])
+        return entry
 
     def chunk_choices(self, choice: Choice) -> list[answers.CompletionChunkChoice]:
         return [self._entry(choice, choice.text, self._logprobs(choice, Echo()))]
@@ -366,7 +390,8 @@ class CompletionReply(Reply):
         if not self.logprobs:
             return None
         job = self.streams[choice.index // self.per_prompt].jobs[0]
-        tokens = list(zip(job.sequence.tokens, job.prompt_logprobs or (), prompt.offsets))
+        listed = [item and item.with_top(prompt.top) for item in job.prompt_logprobs or ()]
+        tokens = list(zip(job.sequence.tokens, listed, prompt.offsets))
         start = len(prompt.text)
         tokens += [(placed.item.token, placed.item, start + placed.offset) for placed in choice.logprobs]
         return answers.CompletionLogprobs(
@@ -410,6 +435,12 @@ class ChatReply(Reply):
             if parser.calls:
                 message.tool_calls = [_tool_call(call) for call in parser.calls]
         return answers.ChatChoice(message=message, **self._fields(choice))
+
+    def _whole(self) -> answers.Answer:
+        answer = super()._whole()
+        if self.of_prompt is not None and isinstance(answer, answers.Chat):
+            answer.prompt_logprobs = self._prompt_logprobs(self.streams[0])
+        return answer
 
     def pieces(self, choice: Choice) -> list[Piece]:
         parser = self._parsers[choice.index]
