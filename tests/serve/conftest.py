@@ -3,10 +3,11 @@
 import time
 
 import pytest
-from running import client_of, run_server
+from running import HERMES, client_of, run_server
 
 from forerun import LLM, pretrained
 from forerun.models.text.tokenizer import load_tokenizer
+from forerun.serve.app import ServerOptions
 from tiny import tiny_llama
 
 ROUND = 0.01
@@ -56,6 +57,13 @@ def slower_rounds(served, slow_rounds, monkeypatch):
 @pytest.fixture(scope="module")
 def server(served):
     with run_server(served) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hermes(served):
+    """A server of a model that calls tools."""
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
         yield running
 
 

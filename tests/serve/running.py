@@ -22,6 +22,13 @@ TEMPLATE = (
     "{{ raise_exception('unknown role') }}{% endif %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+"""It refuses roles that it does not know."""
+HERMES = (
+    "{% for t in tools %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+    "{{ m.tool_calls | length if m.tool_calls }}\n{% endfor %}"
+)
+"""It knows tools, in the Hermes models' form, and says little of them."""
+ASK = [{"role": "user", "content": "hi"}]
 
 
 @dataclass
@@ -42,6 +49,17 @@ def run_server(llm, options=None, limits=None, **engine):
     """A uvicorn server in a thread; on leaving, it and its engine thread have ended and no page is held."""
     asynchronous = AsyncEngine(llm.engine, **engine)
     app = create_app(asynchronous, options or ServerOptions(served_model_name="tiny", chat_template=TEMPLATE))
+    try:
+        with run_app(app, limits) as (url, server, http):
+            yield Running(url, asynchronous, server, http)
+    finally:
+        assert not llm.engine.jobs
+        llm.engine.check()
+
+
+@contextmanager
+def run_app(app, limits=None):
+    """A uvicorn server in a thread; yields its URL, itself and a client."""
     listener = open_socket("127.0.0.1", 0)
     config = configure(app, limits or ConnectionLimits())
     config.timeout_graceful_shutdown = 5
@@ -51,18 +69,23 @@ def run_server(llm, options=None, limits=None, **engine):
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with httpx2.Client(base_url=url, timeout=60) as http:
-            yield Running(url, asynchronous, server, http)
+            yield url, server, http
     finally:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
-        assert not llm.engine.jobs
-        llm.engine.check()
 
 
 def client_of(running):
     """OpenAI's own client of a server."""
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def chatted(server, messages=ASK, **more):
+    """What OpenAI's chat answers."""
+    answer = server.post("/v1/chat/completions", {"messages": messages, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 def closed(properties, *required, **more):

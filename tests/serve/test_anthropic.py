@@ -1,22 +1,23 @@
 """Anthropic's API, spoken by the ``anthropic`` package and by hand."""
 
 import json
+from functools import partial
 from typing import Literal
 
 import anthropic
 import httpx2
 import pytest
 from pydantic import BaseModel
-from running import TEMPLATE, closed, run_server, wait_idle
+from running import ASK, TEMPLATE, closed, run_server, wait_idle
+from running import chatted as openai_chatted
 from test_client_fields import THINKING
 from test_reasoning import thinking  # noqa: F401 - a fixture
-from test_tools import HERMES
 
 from forerun.serve.app import ServerOptions
 
-ASK = [{"role": "user", "content": "hi"}]
 GREEDY = {"max_tokens": 24, "temperature": 0}
 """Anthropic's API has no seed."""
+chatted = partial(openai_chatted, **GREEDY)
 COLD = {"extra_body": {"temperature": 0}}
 """The package has no temperature any more."""
 SAME = {"max_tokens": 24, **COLD}
@@ -36,19 +37,6 @@ def client_of(running, **options):
 def client(server):
     with client_of(server) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def hermes(served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
-        yield running
-
-
-def chatted(server, messages=ASK, **more):
-    """What OpenAI's route answers."""
-    answer = server.post("/v1/chat/completions", {"messages": messages, **GREEDY, **more})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def test_an_answer_is_the_chats(server, client):

@@ -1,24 +1,25 @@
 """Ollama's API, spoken by the ``ollama`` package and by hand."""
 
 import json
+from functools import partial
 
 import httpx2
 import jsonschema_rs
 import ollama
 import pytest
 from ollama._utils import convert_function_to_tool
-from running import TEMPLATE, closed, run_server, wait_idle
+from running import ASK, TEMPLATE, closed, run_server, wait_idle
+from running import chatted as openai_chatted
 from test_client_fields import THINKING
 from test_reasoning import thinking  # noqa: F401 - a fixture
-from test_tools import HERMES
 
 from forerun.serve.app import ServerOptions
 from forerun.serve.ollama import OllamaChat
 from forerun.serve.tools.base import arguments_of
 
-ASK = [{"role": "user", "content": "hi"}]
 OPTIONS = {"num_predict": 24, "temperature": 0.8, "seed": 7}
 SAME = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
+chatted = partial(openai_chatted, **SAME)
 CHAT, GENERATE = "/api/chat", "/api/generate"
 
 
@@ -26,19 +27,6 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 def client(server):
     with ollama.Client(host=server.url, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def hermes(served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
-        yield running
-
-
-def chatted(server, messages=ASK, **more):
-    """What OpenAI's route answers."""
-    answer = server.post("/v1/chat/completions", {"messages": messages, **SAME, **more})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def test_chat_is_openais(server, client):

@@ -7,8 +7,8 @@ from typing import get_args
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from running import TEMPLATE, client_of, closed, run_server, wait_idle
-from test_tools import HERMES, TOOLS, check_calls
+from running import HERMES, TEMPLATE, client_of, closed, run_server, wait_idle
+from test_tools import TOOLS, check_calls
 
 from forerun.scale.pool import ReplicaPool
 from forerun.scale.replica import Replica

@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import client_of, closed, run_server
+from running import ASK, HERMES, client_of, closed, run_server
 from transformers import AddedToken
 
 from forerun.models.text.chat import render_chat
@@ -20,7 +20,6 @@ from forerun.serve.tools.base import ToolParser
 from forerun.serve.tools.grammar import MAX_FORCED_CALLS
 
 CHAT = "/v1/chat/completions"
-ASK = [{"role": "user", "content": "hi"}]
 DATE = {
     "type": "object",
     "properties": {"day": {"type": "integer", "minimum": 1, "maximum": 31}, "month": {"$ref": "#/$defs/month"}},
@@ -39,10 +38,6 @@ TOOLS = [tool("set_date", DATE), tool("paint", COLOUR), tool("stop")]
 SCHEMAS = {"set_date": DATE, "paint": COLOUR, "stop": {"properties": {}, "additionalProperties": False}}
 BODY = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
 CHOSEN = {"type": "function", "function": {"name": "set_date"}}
-HERMES = (
-    "{% for t in tools %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
-    "{{ m.tool_calls | length if m.tool_calls }}\n{% endfor %}"
-)
 LLAMA = (
     "{% if tools %}Answer with {\"name\": it, \"parameters\": {...}}: {% for t in tools %}{{ t.function.name }} "
     "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% for c in m.tool_calls %}"
@@ -54,13 +49,6 @@ LLAMA = (
 def llama(served):
     """A server whose template knows tools, in Llama 3's form."""
     with run_server(served, ServerOptions(served_model_name="tiny", chat_template=LLAMA)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def hermes(served):
-    """A server whose template knows tools, in the Hermes models' form, and says little of them."""
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
         yield running
 
 
