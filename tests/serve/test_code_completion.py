@@ -79,6 +79,7 @@ def test_the_suffix_of_a_completion(server, expected):
 
 
 def test_ollamas_suffix(server):
+    assert server.post("/api/show", {"model": "tiny"}).json()["capabilities"] == ["completion", "tools", "insert"]
     options = {"temperature": 0, "num_predict": 24}
     asked = {"model": "tiny", "prompt": BEFORE, "suffix": AFTER, "stream": False, "options": options}
     body = {"prompt": BEFORE, "suffix": AFTER, "temperature": 0, "max_tokens": 24}

@@ -18,18 +18,18 @@ import pytest
 from forerun.cli.main import run
 from forerun.cli.serve import served_drafters
 
-FAST_LOG = "from forerun.serve.metrics import ThroughputLog; ThroughputLog.INTERVAL = 0.05"
+FAST_LOG = "from forerun.serve import metrics; metrics.INTERVAL = 0.05"
 COMMAND = [sys.executable, "-c", f"{FAST_LOG}; from forerun.cli.main import main; main()", "serve"]
 KEY = {"Authorization": "Bearer s3cret"}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret", "COLUMNS": "200"}
 
 
 @contextmanager
-def serving(*options):
+def serving(*options, environment=()):
     """The process, and the address where it listens."""
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **dict(environment)},
     )  # fmt: skip
     assert process.stdout is not None
     lines = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from forerun.serve.metrics import EngineCollector
+from forerun.serve.metrics import Collector
 
 SHARED_WITH_VLLM = frozenset(
     (
@@ -22,7 +22,7 @@ SHARED_WITH_VLLM = frozenset(
 class VllmNames:
     """Repeats those of the metrics of ``own`` that vLLM has."""
 
-    def __init__(self, own: EngineCollector) -> None:
+    def __init__(self, own: Collector) -> None:
         self.own = own
 
     def collect(self) -> Iterator[Metric]:
@@ -40,9 +40,11 @@ class VllmNames:
         return family
 
     def _cache_config(self) -> Metric:
-        now = self.own.engine.snapshot()
-        facts = {
-            "block_size": str(now.page_size), "num_gpu_blocks": str(now.pages), "cache_dtype": "auto",
-            "enable_prefix_caching": str(now.caches_prefixes), "engine": "0",
-        }  # fmt: skip
-        return InfoMetricFamily("vllm:cache_config", "the KV cache: tokens in a page, pages", value=facts)
+        family = InfoMetricFamily("vllm:cache_config", "the KV cache: tokens in a page, pages", labels=[])
+        for index, engine in enumerate(list(self.own.engines.values())):
+            now = engine.snapshot()
+            family.add_metric([], {
+                "block_size": str(now.page_size), "num_gpu_blocks": str(now.pages), "cache_dtype": "auto",
+                "enable_prefix_caching": str(now.caches_prefixes), "engine": str(index),
+            })  # fmt: skip
+        return family

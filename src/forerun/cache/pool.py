@@ -384,6 +384,13 @@ class Pool(Pages):
     def page_bytes(self) -> int:
         return self.page_size * sum(shape.numbers for shape in self.layers) * self.dtype.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything in it, sources and states included."""
+        states, sources = self.states, self.sources
+        kept = 0 if states is None else (states.count + states.max_kept) * states.bytes_per_sequence
+        return self.num_pages * self.page_bytes + kept + (0 if sources is None else sources.nbytes)
+
     def resize(self, num_pages: int) -> None:
         """Changes the number of pages, while none is in use. Memory is taken when it is first used."""
         if self.num_free != self.num_pages:

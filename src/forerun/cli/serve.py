@@ -97,11 +97,16 @@ def serve(
     Editors complete code by /infill, or by suffix of /v1/completions, with
     models that have tokens to fill in the middle.
 
+    With --models, a model that forerun ls lists is loaded when a request names it,
+    and leaves memory when it is idle (--keep-alive) or when another one needs the
+    memory (--model-memory).
+
     The first signal drains running requests and exits; a second exits immediately.
     """
     _check_installed("serve")
     from forerun.serve.app import create_app
     from forerun.serve.kv_events import KVEvents
+    from forerun.serve.models import Library, Models, OneModel
     from forerun.serve.run import address_of, open_socket, run
 
     write_timeout = server.get("request_timeout", ServerOptions.request_timeout)
@@ -117,6 +122,19 @@ def serve(
         if kv_events is not None:
             events = resources.enter_context(contextlib.closing(KVEvents(kv_events)))
 
+        async def listen(models: Models, what: str) -> None:
+            out().print(f"{what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
+            await run(create_app(models), models, listener, limits, drain_seconds=drain_timeout)
+
+        if options.models:
+            more = {"also_draft": also_draft, "kv_events": kv_events, "replicas": number}
+            _check_several({**server, **engine, **more, "chat_template": chat_template}, speculative)
+            each = {"page_size": PAGE_SIZE, **engine, "threads": set_threads(threads, all_but_one())}
+            library = Library(each, options, max_queue=max_queue, max_delay=max_delay)
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(listen(library, library.described))
+            return
+
         async def answer(opening: Opening) -> None:
             client = await opening()
             if events is not None:
@@ -128,8 +146,7 @@ def serve(
                 out().print(f"KV events at {events.endpoint}")
             named, described = options.named_after(client.facts.model), client.facts.described
             what = described if number is None else f"{number} replicas, each with {described}"
-            out().print(f"{named.served_model_name}: {what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-            await run(create_app(client, named), client, listener, limits, drain_seconds=drain_timeout)
+            await listen(OneModel(client, named), f"{named.served_model_name}: {what}")
 
         drafters = served_drafters(speculative, engine, also_draft)
         answers = answerer(
@@ -139,6 +156,22 @@ def serve(
         # Uvicorn raises the signal again once everything is closed.
         with answers as opening, contextlib.suppress(KeyboardInterrupt):
             asyncio.run(answer(opening))
+
+
+OF_ONE = (
+    "model", "tokenizer", "lora", "served_model_name", "any_model_name", "also_draft", "kv_events", "replicas",
+    "chat_template",
+)  # fmt: skip
+"""Options about one model, beside those of speculation."""
+
+
+def _check_several(given: Mapping[str, Any], speculative: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that is about one model."""
+    names = [name for name in OF_ONE if given.get(name)]
+    names += [flag.name for flag in SPECULATIVE.flags if (flag.field or flag.name) in speculative]
+    if names:
+        option = names[0].replace("_", "-")
+        raise ConfigError(f"--models serves several models and --{option} is about one: remove one of the two")
 
 
 def _server_options(server: Mapping[str, Any], host: str, local: bool, chat_template: Path | None) -> ServerOptions:

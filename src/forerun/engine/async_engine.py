@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +44,24 @@ class _Outbox:
     """The deltas are to be delivered as the next forward begins."""
 
 
+class Turns:
+    """A lock whose waiters get it in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._next = self._present = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine, self._next = self._next, self._next + 1
+            self._changed.wait_for(lambda: self._present == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._present += 1
+            self._changed.notify_all()
+
+
 class AsyncEngine(EngineClient):
     """Asyncio in front of an ``Engine``.
 
@@ -55,16 +74,19 @@ class AsyncEngine(EngineClient):
         max_queue: sequences that may wait beyond those that can run.
         max_backlog: unread rounds at which a request is suspended.
         max_delay: seconds that a round's tokens may wait for those of the next rounds.
+        turns: held during a round, for engines in one process that take turns at its cores.
     """
 
     def __init__(
-        self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, max_delay: float = 0.01
-    ) -> None:
+        self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, max_delay: float = 0.01,
+        turns: AbstractContextManager[Any] | None = None,
+    ) -> None:  # fmt: skip
         tokenizer = copy.deepcopy(engine.tokenizer)  # a fast tokenizer must not be used from two threads at once
         super().__init__(EngineFacts.of(engine), tokenizer, max_queue, lambda: engine.config.max_num_seqs)
         self.engine = engine
         self.max_backlog = max_backlog
         self.max_delay = max_delay
+        self.turns = turns or nullcontext()
         self._rank_lost = False
         """One of the model's processes has ended."""
         self._by_job: dict[int, Stream] = {}
@@ -161,7 +183,8 @@ class AsyncEngine(EngineClient):
 
     def _step(self) -> list[Update]:
         try:
-            return self.engine.step()
+            with self.turns:
+                return self.engine.step()
         except RankError as error:
             self._rank_lost = True
             log.error("%s", error)

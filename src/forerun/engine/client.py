@@ -64,6 +64,8 @@ class EngineFacts:
     reasoning_parser: str | None
     architecture: str
     weight_bytes: int
+    memory_bytes: int
+    """Of all weights and caches."""
     quantization: str
     """The form of the weights in memory."""
     device: str
@@ -73,13 +75,14 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
         config, info = engine.config, engine.model.info
-        weights = megabytes(sum(model.info.weight_bytes for model in (engine.model, *engine.router.models())))
+        tokens = engine.kv_cache_tokens
+        weights = sum(model.info.weight_bytes for model in (engine.model, *engine.router.models()))
         methods = ", ".join(engine.router.drafters) or "none"
         if info.sampling:
             methods += f"; the model's own sampling settings: {settings_line(info.sampling)}"
         return cls(
             model=info.name,
-            described=f"{weights} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
+            described=f"{megabytes(weights)} of weights, {tokens} tokens of KV cache, drafters: {methods}",
             max_model_len=engine.max_model_len,
             longest_source=engine.validator.longest_source,
             start=tuple(info.begin(())[0]),
@@ -93,6 +96,7 @@ class EngineFacts:
             reasoning_parser=config.reasoning_parser,
             architecture=info.architecture,
             weight_bytes=info.weight_bytes,
+            memory_bytes=weights + sum(pool.nbytes for pool in engine.pools),
             quantization=info.quantization or str(info.dtype).removeprefix("torch."),
             device=info.device.type,
             sampling=dict(info.sampling),

@@ -490,17 +490,17 @@ class ModelCard(Answer):
     created: int
     created_at: str
     owned_by: str
-    max_model_len: int
-    chat_template: bool = Field(description="whether it can chat")
-    speculative: dict[str, dict[Literal["num_speculative_tokens"], int]] = Field(description="the loaded drafters")
+    max_model_len: int = sometimes("once it is loaded")
+    chat_template: bool = sometimes("once it is loaded: whether it can chat")
+    speculative: dict[str, dict[Literal["num_speculative_tokens"], int]] = sometimes("once it is loaded: its drafters")
 
 
 class Models(Answer):
     object: Literal["list"]
     data: list[ModelCard]
     has_more: Literal[False]
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(Answer):

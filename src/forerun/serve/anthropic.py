@@ -11,6 +11,7 @@ from pydantic import Field, RootModel, Tag
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
+from forerun.serve.answering import answer
 from forerun.serve.answers import Answer
 from forerun.serve.errors import ApiError, converted
 from forerun.serve.openapi import BODY, GENERATION, responses
@@ -33,7 +34,8 @@ from forerun.serve.stream import ChatReply, Choice
 from forerun.serve.tools.base import Piece, arguments_of
 
 if TYPE_CHECKING:
-    from forerun.serve.app import Server
+    from forerun.serve.models import Models
+    from forerun.serve.server import Server
 
 SIGNATURE = "forerun"
 """Of thoughts: clients send those back that have one."""
@@ -474,21 +476,21 @@ MODELS = (AnthropicError, AnthropicEvent)
 """Of errors and events."""
 
 
-def install(app: FastAPI, server: Server) -> None:
+def install(app: FastAPI, models: Models) -> None:
     """Adds the routes."""
 
-    async def reply(body: MessagesRequest, request_id: str) -> Any:
+    async def reply(server: Server, body: MessagesRequest, request_id: str) -> Any:
         return await server.chat(body.chat(), request_id, AnthropicReply, most=body.max_tokens)
 
     described = responses(*GENERATION, answer=AnthropicAnswer, chunk=AnthropicEvent, error=AnthropicError)
 
     @app.post("/v1/messages", response_model=None, responses=described)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        return await server.answer(request, body, reply)
+        return await answer(models, request, body, reply)
 
-    @app.post("/v1/messages/count_tokens", responses=responses(*BODY, answer=InputTokens, error=AnthropicError))
-    async def count_tokens(body: CountRequest) -> InputTokens:
-        server.check(body)
+    @app.post("/v1/messages/count_tokens", responses=responses(*BODY, 503, answer=InputTokens, error=AnthropicError))
+    async def count_tokens(body: CountRequest, request: Request) -> InputTokens:
+        server = await models.served(request, body)
         chat = body.chat()
         tools = [tool.plain() for tool in chat.offered()]
         options = chat.template_options(server.text.has_variable)

@@ -29,7 +29,7 @@ STATUSES = {
     429: ("rate_limit_error", "Too many sequences are waiting: try again after the seconds in Retry-After"),
     431: ("invalid_request_error", "The headers are too large"),
     500: ("internal_error", "The server is at fault"),
-    503: ("unavailable_error", "The server is shutting down"),
+    503: ("unavailable_error", "The server is shutting down, or the memory for the model is in use"),
     504: ("timeout_error", "The answer took longer than the server allows"),
 }
 """The type and the description of errors by status. Any other status has the type of 400."""

@@ -17,7 +17,7 @@ from forerun.serve.schema import Absent, ExtraFiles, Generation, Int, StopAt, Te
 from forerun.serve.stream import Choice, CompletionReply
 
 if TYPE_CHECKING:
-    from forerun.serve.app import Server
+    from forerun.serve.server import Server
 
 REPOSITORY, FILE = "myproject", "filename"
 """The names that llama.cpp gives to the repository and to the file with the cursor."""

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from operator import sub
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,14 +22,30 @@ from forerun.engine.client import ClosedError, Delta, EngineClient, Stream
 from forerun.engine.metrics import EngineStats
 from forerun.serve.stream import Reply
 
+if TYPE_CHECKING:
+    from forerun.serve.models import Models
+
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE_ANSWER = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
-class EngineCollector:
-    """Collects the engine's counters."""
+class Collector:
+    """Collects the counters of all engines, by the names of their models."""
 
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineClient] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model, engine in list(self.engines.items()):
+            for family in EngineCollector(engine, model).collect():
+                if families.setdefault(family.name, family) is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+
+class EngineCollector:
     def __init__(self, engine: EngineClient, model: str) -> None:
         self.engine = engine
         self.model = model
@@ -74,30 +91,48 @@ class EngineCollector:
 
 
 class Recorder:
-    """Records latencies, and how requests ended, from all deltas in the event loop."""
+    """The metrics of all engines."""
 
-    def __init__(self, engine: EngineClient, model: str, names: str) -> None:
+    def __init__(self, names: str) -> None:
         self.registry = CollectorRegistry()
-        own = EngineCollector(engine, model)
-        self.registry.register(own)
+        self.collector = Collector()
+        self.registry.register(self.collector)
         if names == "vllm":
-            self.registry.register(from_lab("vllm_metrics", "serve --metrics-names vllm").VllmNames(own))
+            self.registry.register(from_lab("vllm_metrics", "serve --metrics-names vllm").VllmNames(self.collector))
 
         def seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            own = Histogram(f"forerun:{name}_seconds", text, ["model_name"], buckets=buckets, registry=self.registry)
-            return own.labels(model)
+            return Histogram(f"forerun:{name}_seconds", text, ["model_name"], buckets=buckets, registry=self.registry)
 
         self.first = seconds("time_to_first_token", "from arrival to the first token", FIRST_TOKEN)
         self.between = seconds("inter_token_latency", "a round's interval over its tokens, once per round", PER_TOKEN)
         self.whole = seconds("e2e_request_latency", "from arrival to the last token", WHOLE_ANSWER)
-        ended = Counter(
+        self.ended = Counter(
             "forerun:request_success", "answers by why they ended", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
-        self.ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "error", "abort")}
+
+    def follow(self, engine: EngineClient, model: str) -> None:
+        """Records what ``engine`` does from now on, until ``leave``."""
+        requests = RequestRecorder(self, model)
+        engine.on_deltas, engine.on_forget = requests.observe, requests.forget
+        self.collector.engines[model] = engine
+
+    def leave(self, engine: EngineClient, model: str) -> None:
+        if self.collector.engines.get(model) is engine:
+            del self.collector.engines[model]
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RequestRecorder:
+    """Records latencies, and how requests ended, from all deltas of one engine in the event loop."""
+
+    def __init__(self, recorder: Recorder, model: str) -> None:
+        each = (recorder.first, recorder.between, recorder.whole)
+        self.first, self.between, self.whole = (histogram.labels(model) for histogram in each)
+        self.ended = {each: recorder.ended.labels(model, each) for each in ("stop", "length", "error", "abort")}
         self._latest: dict[tuple[Stream, int], float] = {}
-        engine.on_deltas = self.observe
-        engine.on_forget = self.forget
 
     def observe(self, stream: Stream, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -119,27 +154,27 @@ class Recorder:
         for job in stream.jobs:
             self._latest.pop((stream, job.index), None)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+
+INTERVAL = 10.0
+"""Seconds between two lines about the engines' work."""
+
+
+async def log_throughput(models: Models) -> None:
+    """Logs a line for each model that did something, until it is cancelled."""
+    while True:
+        await asyncio.sleep(INTERVAL)
+        for name, each in models.loaded().items():
+            if line := each.server.throughput.line():
+                throughput.info(f"{name}: {line}" if models.several else line)
 
 
 class ThroughputLog:
-    """Every ``INTERVAL`` seconds with work, a line about what the engine did since the last one, as vLLM's."""
-
-    INTERVAL = 10.0
+    """Lines about what an engine did since the last one, as vLLM's."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.before = EngineStats()
         self.time = perf_counter()
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        self.line()
-        while True:
-            await asyncio.sleep(self.INTERVAL)
-            if line := self.line():
-                throughput.info(line)
 
     def line(self) -> str | None:
         """None: nothing happened, or no engine answers."""
@@ -181,7 +216,8 @@ LOGGED = (
 
 class RequestLog:
     """ASGI middleware. It sets ``state.request_id``, sends it as ``X-Request-Id``, and logs a line when the answer was
-    sent, or its reader left. Routes leave their reply in ``state.reply``."""
+    sent, or its reader left. Routes leave their reply in ``state.reply``, and what they hold until then in
+    ``state.resources``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -206,10 +242,12 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            with ExitStack() as state["resources"]:
+                await self.app(scope, receive, send_with_id)
         finally:
+            reply = state.pop("reply", None)  # a connection keeps the state of its latest request
             if scope["path"] in LOGGED and log.isEnabledFor(logging.INFO):
-                facts = {"status": status, **_facts(state.get("reply")), "seconds": perf_counter() - start}
+                facts = {"status": status, **_facts(reply), "seconds": perf_counter() - start}
                 text = " ".join(f"{key}={_format(value)}" for key, value in facts.items())
                 log.info("%s %s %s id=%s", scope["method"], scope["path"], text, request_id)
 

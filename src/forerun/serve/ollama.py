@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
+from forerun.serve.answering import answer
 from forerun.serve.answers import Answer, sometimes
 from forerun.serve.errors import ApiError, converted
 from forerun.serve.openapi import BODY, GENERATION, responses
+from forerun.serve.options import seconds_of
 from forerun.serve.schema import (
+    KEEP_ALIVE,
     MAX_LOGPROBS,
     NAMED,
     VARIABLE,
@@ -39,7 +44,8 @@ from forerun.serve.stream import ChatReply, Choice, CompletionReply, Reply
 from forerun.serve.tools.base import arguments_of
 
 if TYPE_CHECKING:
-    from forerun.serve.app import Server
+    from forerun.serve.models import Listed, Loaded, Models
+    from forerun.serve.server import Server
 
 VERSION = "0.13.0"
 """Of Ollama, whose API this is: clients compare it to learn what a server can do."""
@@ -51,6 +57,10 @@ OPTIONS = {
 }  # fmt: skip
 """Ollama's options that are served, and what chats and completions call them."""
 FOREVER = "9999-12-31T23:59:59Z"
+KeepAlive = Annotated[
+    Any, BeforeValidator(seconds_of), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]})
+]
+"""A number of seconds or a text such as 5m."""
 
 
 # ---------------------------------------------------------------- requests
@@ -70,7 +80,9 @@ class OllamaAsked(Asked):
     think: Annotated[Annotated[bool, Tag("flag")] | Text, one_of("true, false or an effort")] | None = Field(
         None, description=VARIABLE
     )
-    keep_alive: Any = Field(None, description=NAMED)
+    keep_alive: KeepAlive = Field(
+        None, description="with --models, how long the model stays once it is idle; without, it makes no difference"
+    )
     logprobs: bool = False
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -81,7 +93,7 @@ class OllamaAsked(Asked):
     def ignored(self, known: Callable[[str], bool]) -> list[str]:
         names = [f"options.{name}" for name, value in (self.options or {}).items()
                  if name not in OPTIONS and value is not None]  # fmt: skip
-        names += ["keep_alive"] if self.keep_alive is not None else []
+        names += [KEEP_ALIVE] if self.keep_alive is not None and not known(KEEP_ALIVE) else []
         names += ["think"] if self.think is not None and not any(map(known, VARIABLES)) else []
         return [*names, *super().ignored(known)]
 
@@ -233,7 +245,7 @@ class OllamaLine(Answer):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] = sometimes("at the end")
+    done_reason: Literal["stop", "length", "load", "unload"] = sometimes("at the end")
     total_duration: int = sometimes("at the end")
     load_duration: int = sometimes("at the end")
     prompt_eval_count: int = sometimes("at the end")
@@ -287,8 +299,12 @@ class OllamaShown(Answer):
     modified_at: str
 
 
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return _time(time.time())
 
 
 def _nanoseconds(seconds: float | None) -> int:
@@ -390,64 +406,50 @@ MODELS = (OllamaError, OllamaChatAnswer, OllamaGenerateAnswer)
 """Of errors and lines."""
 
 
-def install(app: FastAPI, server: Server) -> None:
+def install(app: FastAPI, models: Models) -> None:
     """Adds the routes."""
-    facts = server.engine.facts
-    family = re.sub("For[A-Z].*", "", facts.architecture).lower()
-    details = OllamaDetails(
-        parent_model="", format="", family=family, families=[family], parameter_size="",
-        quantization_level=facts.quantization,
-    )  # fmt: skip
-    digest = hashlib.sha256(f"{facts.model} {facts.weight_bytes}".encode()).hexdigest()
-    since = datetime.fromtimestamp(server.started, UTC).isoformat().replace("+00:00", "Z")
-
-    def entry(**fields: Any) -> OllamaModel:
-        return OllamaModel(
-            name=server.name, model=server.name, size=facts.weight_bytes, digest=digest, details=details, **fields
-        )
-
-    async def chat(body: OllamaChat, request_id: str) -> Reply:
-        return await server.chat(body.as_chat(), request_id, OllamaChatReply)
-
-    async def generate(body: OllamaGenerate, request_id: str) -> Reply:
-        if body.raw or body.suffix or server.text.chat_template is None:
-            return await server.completion(body.as_completion(), request_id, OllamaTextReply)
-        return await server.chat(body.as_chat(), request_id, OllamaGenerateReply)
-
-    def ready(kind: type[OllamaLine], **fields: Any) -> Response:
-        line = kind(model=server.name, created_at=_now(), done=True, done_reason="load", **fields)
-        return Response(line.model_dump_json(exclude_unset=True), media_type="application/json")
-
     chatting = responses(*GENERATION, answer=OllamaChatAnswer, chunk=OllamaChatAnswer, error=OllamaError, lines=True)
     generating = responses(
         *GENERATION, answer=OllamaGenerateAnswer, chunk=OllamaGenerateAnswer, error=OllamaError, lines=True
     )
 
+    async def ready(request: Request, body: OllamaAsked, kind: type[OllamaLine], **fields: Any) -> Response:
+        """Loads a model without a question or, where ``keep_alive`` is 0, puts it away."""
+        name = await models.find(body.model)
+        reason: Literal["load", "unload"] = "load"
+        if models.several and body.keep_alive == 0:
+            await models.put_away(name)
+            reason = "unload"
+        else:
+            await models.served(request, body, body.keep_alive)
+        line = kind(model=name, created_at=_now(), done=True, done_reason=reason, **fields)
+        return Response(line.model_dump_json(exclude_unset=True), media_type="application/json")
+
     @app.post("/api/chat", response_model=None, responses=chatting)
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
-        server.check_model(body.model)
         if not body.messages:
-            return ready(OllamaChatAnswer, message=OllamaAnswerMessage(role="assistant", content=""))
-        return await server.answer(request, body, chat)
+            message = OllamaAnswerMessage(role="assistant", content="")
+            return await ready(request, body, OllamaChatAnswer, message=message)
+        return await answer(models, request, body, _chat, body.keep_alive)
 
     @app.post("/api/generate", response_model=None, responses=generating)
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
-        server.check_model(body.model)
         if not body.prompt and not body.suffix:
-            return ready(OllamaGenerateAnswer, response="")
-        return await server.answer(request, body, generate)
+            return await ready(request, body, OllamaGenerateAnswer, response="")
+        return await answer(models, request, body, _generate, body.keep_alive)
 
-    known = responses(answer=OllamaModels, error=OllamaError)
+    lists = responses(answer=OllamaModels, error=OllamaError)
 
-    @app.get("/api/tags", responses=known, response_model_exclude_unset=True)
+    @app.get("/api/tags", responses=lists, response_model_exclude_unset=True)
     async def ollama_tags() -> OllamaModels:
-        return OllamaModels(models=[entry(modified_at=since)])
+        return OllamaModels(models=[_entry(each, modified_at=_time(each.modified)) for each in await models.listed()])
 
-    @app.get("/api/ps", responses=known, response_model_exclude_unset=True)
+    @app.get("/api/ps", responses=lists, response_model_exclude_unset=True)
     async def ollama_ps() -> OllamaModels:
-        vram = facts.weight_bytes if facts.device != "cpu" else 0
-        more = {"expires_at": FOREVER, "size_vram": vram, "context_length": server.max_model_len}
-        return OllamaModels(models=[entry(**more)])
+        known = {each.name: each for each in await models.listed()}
+        return OllamaModels(
+            models=[_in_memory(known[name], each) for name, each in models.loaded().items() if name in known]
+        )
 
     @app.get("/api/version", responses=responses(answer=answers.Version, error=OllamaError))
     async def ollama_version() -> dict[str, str]:
@@ -455,13 +457,54 @@ def install(app: FastAPI, server: Server) -> None:
 
     @app.post("/api/show", responses=responses(*BODY, answer=OllamaShown, error=OllamaError))
     async def ollama_show(body: OllamaShow) -> OllamaShown:
-        server.check_model(body.model or body.name)
-        template, names = server.text.chat_template, {ours: name for name, ours in OPTIONS.items()}
-        kinds = {"completion": True, "tools": template is not None, "thinking": facts.reasoning_parser is not None}
+        facts = await models.facts(await models.find(body.model or body.name))
+        template, names = facts.chat_template, {ours: name for name, ours in OPTIONS.items()}
+        kinds = {
+            "completion": True, "tools": template is not None, "insert": facts.fills, "thinking": facts.thinks,
+        }  # fmt: skip
+        details = _details(facts)
         return OllamaShown(
-            modelfile=f"FROM {server.name}", modified_at=since, details=details,
+            modelfile=f"FROM {facts.name}", modified_at=_time(facts.modified), details=details,
             capabilities=[name for name, has in kinds.items() if has],
-            parameters="\n".join(f"{names.get(name, name)} {value:g}" for name, value in server.defaults.items()),
+            parameters="\n".join(f"{names.get(name, name)} {value:g}" for name, value in facts.sampling.items()),
             template=template if isinstance(template, str) else "",
-            model_info={"general.architecture": family, f"{family}.context_length": server.max_model_len},
+            model_info={
+                "general.architecture": details.family, f"{details.family}.context_length": facts.max_model_len,
+            },
         )  # fmt: skip
+
+
+async def _chat(server: Server, body: OllamaChat, request_id: str) -> Reply:
+    return await server.chat(body.as_chat(), request_id, OllamaChatReply)
+
+
+async def _generate(server: Server, body: OllamaGenerate, request_id: str) -> Reply:
+    if body.raw or body.suffix or server.text.chat_template is None:
+        return await server.completion(body.as_completion(), request_id, OllamaTextReply)
+    return await server.chat(body.as_chat(), request_id, OllamaGenerateReply)
+
+
+def _details(model: Listed) -> OllamaDetails:
+    family = re.sub("For[A-Z].*", "", model.architecture).lower()
+    return OllamaDetails(
+        parent_model="", format="", family=family, families=[family], parameter_size="",
+        quantization_level=model.quantization,
+    )  # fmt: skip
+
+
+def _in_memory(model: Listed, loaded: Loaded) -> OllamaModel:
+    facts = loaded.server.engine.facts
+    entry = _entry(
+        replace(model, architecture=facts.architecture, quantization=facts.quantization),
+        expires_at=FOREVER if loaded.expires is None else _time(loaded.expires),
+        size_vram=0 if facts.device == "cpu" else loaded.size, context_length=facts.max_model_len,
+    )  # fmt: skip
+    entry.size = loaded.size
+    return entry
+
+
+def _entry(model: Listed, **fields: Any) -> OllamaModel:
+    digest = hashlib.sha256(f"{model.name} {model.size}".encode()).hexdigest()
+    return OllamaModel(
+        name=model.name, model=model.name, size=model.size, digest=digest, details=_details(model), **fields
+    )

@@ -54,11 +54,15 @@ def responses(
 
 
 def describe(
-    app: FastAPI, options: ServerOptions, drafters: Mapping[str, int], unseen: Sequence[type[BaseModel]]
+    app: FastAPI, options: ServerOptions, drafters: Mapping[str, int] | None, unseen: Sequence[type[BaseModel]]
 ) -> None:
     """Makes ``/openapi.json``, with the model's names, and the ``drafters`` and how many tokens each drafts at most.
-    ``unseen`` are the models of errors and events: FastAPI sees one model per status of a route, and would describe
-    errors in the route's own media type."""
+
+    Args:
+        drafters: None if there are several models.
+        unseen: the models of errors and events. FastAPI sees one model per status of a route, and would describe errors
+            in the route's own media type.
+    """
     names, has_key = (options.served_model_name, *options.aliases), options.api_key is not None
 
     def openapi() -> dict[str, Any]:
@@ -78,7 +82,8 @@ def describe(
                 schemas.pop(name, None)
             models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "serialization") for model in unseen]
             schemas |= models_json_schema(models, ref_template="#/components/schemas/{model}")[1]["$defs"]
-            _set_values(schemas, names, drafters)
+            if drafters is not None:
+                _set_values(schemas, names, drafters)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

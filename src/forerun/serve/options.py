@@ -8,10 +8,12 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from forerun.core.config import COUNT, Within, check_within, option
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 from forerun.core.folders import expanded
 from forerun.core.registry import has_lab, lacks_lab
 
@@ -38,6 +40,14 @@ class ServerOptions:
     strict: bool = option(
         False, "Refuse requests with unknown fields. Default: ignore them and name them in the header Forerun-Ignored."
     )
+    models: bool = option(
+        False,
+        "Serve all models that forerun ls lists. Each is loaded when a request names it.",
+    )
+    model_memory: str | None = option(
+        None, "With --models: memory for loaded models and their caches, such as 8GiB. Default: 80% of what is free."
+    )
+    keep_alive: str = option("5m", "With --models: how long an unused model stays loaded, such as 30s. -1: forever.")
     any_model_name: bool = option(False, "Serve requests whatever model they name.")
     metrics_names: str = option(
         "forerun", "Metric names: forerun; vllm adds vLLM's for gateways that read them, and needs forerun-lab."
@@ -48,6 +58,7 @@ class ServerOptions:
             "max_body_bytes": COUNT, "response_memory": Within(least=0, whole=True),
             "body_timeout request_timeout": Within(above=0),
         })  # fmt: skip
+        seconds_of(self.keep_alive)
         if self.metrics_names not in METRICS_NAMES:
             raise ConfigError(f"metrics_names is {' or '.join(METRICS_NAMES)}, not {self.metrics_names!r}")
         if self.metrics_names == "vllm" and not has_lab("vllm_metrics"):
@@ -135,6 +146,32 @@ def model_names(model: str) -> tuple[str, ...]:
     file = Path(os.path.abspath(folder)).name or model if local else model.rpartition("/")[2]
     usual = file.removesuffix(SUFFIX) if local else model
     return tuple(dict.fromkeys((usual, model, model.removesuffix(SUFFIX), file, file.removesuffix(SUFFIX))))
+
+
+DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST = 1e9
+"""Seconds that count as forever."""
+
+
+def seconds_of(given: Any) -> float:
+    """Returns a duration as Ollama's clients write it, a number of seconds or a text such as 5m or 1h30m; below 0:
+    infinity. Raises ConfigError."""
+    value = inf
+    if isinstance(given, str):
+        text = given.removeprefix("-")
+        if DURATION.sub("", text) == "" != text:
+            value = sum(float(number) * SECONDS[unit] for number, unit in DURATION.findall(text))
+        elif re.fullmatch(r"\d+(\.\d+)?", text):
+            value = float(text)
+        else:
+            raise ConfigError(f"keep_alive must be seconds or a text such as 5m, not {shown(given)}")
+        value = -value if given.startswith("-") else value
+    elif isinstance(given, (int, float)) and not isinstance(given, bool) and given == given:
+        value = given
+    else:
+        raise ConfigError(f"keep_alive must be seconds or a text such as 5m, not {shown(given)}")
+    return float(value) if 0 <= value <= LONGEST else inf
 
 
 def checked_origin(given: str) -> str:

@@ -19,7 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from forerun.core.errors import ConfigError
 from forerun.engine.client import EngineClient
 from forerun.serve.errors import ApiError
-from forerun.serve.metrics import ThroughputLog
+from forerun.serve.metrics import log_throughput
+from forerun.serve.models import Models
 from forerun.serve.options import ConnectionLimits
 
 
@@ -264,7 +265,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, engine: EngineClient, drain_seconds: float, limits: ConnectionLimits | None = None
+        self, app: FastAPI, engine: EngineClient | Models, drain_seconds: float, limits: ConnectionLimits | None = None
     ) -> None:
         super().__init__(configure(app, limits or ConnectionLimits()))
         self.engine = engine
@@ -298,14 +299,13 @@ class DrainingServer(uvicorn.Server):
 
 
 async def run(
-    app: FastAPI, engine: EngineClient, listener: socket.socket, limits: ConnectionLimits, *,
-    drain_seconds: float = 30.0,
-) -> None:  # fmt: skip
+    app: FastAPI, models: Models, listener: socket.socket, limits: ConnectionLimits, *, drain_seconds: float = 30.0
+) -> None:
     """Serves until a signal ends it."""
     gc.collect()
     gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
-    logging = asyncio.create_task(ThroughputLog(engine).run())
+    logging = asyncio.create_task(log_throughput(models))
     try:
-        await DrainingServer(app, engine, drain_seconds, limits).serve(sockets=[listener])
+        await DrainingServer(app, models, drain_seconds, limits).serve(sockets=[listener])
     finally:
         logging.cancel()

@@ -86,6 +86,7 @@ MAX_WORD = 64
 Word = Annotated[str, Field(max_length=MAX_WORD)]
 VARIABLES = ("reasoning_effort", "enable_thinking")
 VARIABLE = "for templates that know it; others make no difference, which the header Forerun-Ignored says"
+KEEP_ALIVE = "keep_alive"
 MAX_NAMED = 32
 """Unknown fields of a request that are named."""
 NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
@@ -453,7 +454,10 @@ class Generation(Sampled):
     guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
     prompt_logprobs: Int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the prompt's tokens, and so many of the likeliest"
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="of the prompt's tokens, and so many of the likeliest",
     )
     prediction: Prediction | None = Field(None, description="what the answer may be, to draft from; changes no token")
 

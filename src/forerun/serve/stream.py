@@ -24,7 +24,7 @@ from forerun.serve.tools.base import ParsedCall, Piece
 from forerun.speculate.accept.base import NO_TOKEN
 
 if TYPE_CHECKING:
-    from forerun.serve.app import Server
+    from forerun.serve.server import Server
 
 M = TypeVar("M", answers.Metrics, answers.SpeculativeMetrics)
 PLACEHOLDER = "\0"

@@ -196,6 +196,11 @@ class TextService:
             raise
 
     @cached_property
+    def fills(self) -> bool:
+        """Whether the model has tokens to fill in the middle."""
+        return Infill(self.tokenizer).usable
+
+    @cached_property
     def tool_format(self) -> ToolFormat:
         return format_of(self.tokenizer, self.own_template)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import Field, RootModel, model_validator
 
 from forerun import __version__
@@ -17,7 +17,7 @@ from forerun.serve.schema import Body, ChatRequest, Messages, Text, TokenId, Too
 from forerun.serve.text import token_bytes
 
 if TYPE_CHECKING:
-    from forerun.serve.app import Server
+    from forerun.serve.models import Models
 
 FILES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "chat_template_file")
 """Settings of tokenizers that name files of this machine."""
@@ -114,13 +114,13 @@ def _settings(tokenizer: Any, template: Any) -> dict[str, Any]:
     return result
 
 
-def install(app: FastAPI, server: Server) -> None:
+def install(app: FastAPI, models: Models) -> None:
     """Adds the routes."""
-    text = server.text
 
-    @app.post("/tokenize", responses=responses(*BODY, answer=Tokens), response_model_exclude_unset=True)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
+    @app.post("/tokenize", responses=responses(*BODY, 503, answer=Tokens), response_model_exclude_unset=True)
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        server = await models.served(request, body)
+        text = server.text
         if body.messages is not None:
             messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
             tokens = await text.encode_chat(messages, tools, counted=True)
@@ -135,24 +135,27 @@ def install(app: FastAPI, server: Server) -> None:
             answer["tokens"] = await text.run(4 * len(tokens), _pieces, tokens)
         return answer
 
-    @app.post("/detokenize", responses=responses(*BODY, answer=DecodedText))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
-        decoded = await text.decode(body.tokens)
+    @app.post("/detokenize", responses=responses(*BODY, 503, answer=DecodedText))
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        server = await models.served(request, body)
+        decoded = await server.text.decode(body.tokens)
         return {"prompt": decoded, "content": decoded}
 
-    @app.post("/apply-template", responses=responses(*BODY, answer=RenderedChat))
-    async def apply_template(body: ChatRequest) -> dict[str, Any]:
-        server.check(body)
+    @app.post("/apply-template", responses=responses(*BODY, 503, answer=RenderedChat))
+    async def apply_template(body: ChatRequest, request: Request) -> dict[str, Any]:
+        text = (await models.served(request, body)).text
         messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.offered()]
         return {"prompt": await text.render(messages, tools, **body.template_options(text.has_variable))}
 
-    @app.get("/tokenizer_info", responses=responses(answer=TokenizerInfo))
-    async def tokenizer_info() -> dict[str, Any]:
+    @app.get("/tokenizer_info", responses=responses(*BODY, 503, answer=TokenizerInfo))
+    async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
+        text = (await models.open(request, await models.find(model))).text
         return _settings(getattr(text.tokenizer, "full", text.tokenizer), text.chat_template)
 
-    @app.get("/props", responses=responses(answer=Props))
-    async def props() -> Props:
+    @app.get("/props", responses=responses(*BODY, 503, answer=Props))
+    async def props(request: Request, model: str | None = None) -> Props:
+        server = await models.open(request, await models.find(model))
+        text = server.text
         template, tokenizer = text.chat_template, text.tokenizer
         return Props(
             default_generation_settings=Generating(n_ctx=server.max_model_len, params=dict(server.defaults)),
