@@ -49,6 +49,21 @@ def test_endpoints(server):
     assert set(first_column("Endpoints")) == known - {"GET /page/{name}"}
 
 
+def test_every_client_of_the_other_page_is_tested():
+    """Some test imports the client of each row, or asks each of its endpoints by hand."""
+    page = (ROOT / "docs/clients.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| (`/.*) \| (.*) \|$", page, re.M)
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/serve").glob("test_*.py"))
+    assert [row[0] for row in rows] == ["OpenAI", "Ollama", "Anthropic", "llama.cpp", "vLLM"]
+    for _, endpoints, client in rows:
+        packages = re.findall(r"`(\w+)`", client)
+        assert packages or client == "by hand"
+        for package in packages:
+            assert re.search(rf"^import {package}$", tests, re.M), package
+        for path in [] if packages else re.findall(r"`(/\S+)`", endpoints):
+            assert f'{path}"' in tests, path
+
+
 def test_options():
     panels = serve_options()
     assert set(first_column("Limits and safety")) == panels[""]
