@@ -20,7 +20,7 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
 ]
 PROGRAMS = (*OURS, *LAB)
-HISTORY = {"complaints.md", "coming_from.md"}
+HISTORY = {"coming_from.md"}
 """Pages that name files and flags of other projects."""
 PIP = {"--index-url", "--find-links"}
 IMAGE = {"--isolation", "--format", "--build-arg"}

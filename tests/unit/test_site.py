@@ -19,7 +19,7 @@ from forerun.speculate.names import KEYS, LAB_KEYS, policies, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-WORDS = 26_300
+WORDS = 25_300
 """Of README and docs together."""
 
 

@@ -35,6 +35,8 @@ from forerun.speculate.names import rules
 
 if TYPE_CHECKING:
     from forerun.serve.batch import Answers, Tally
+    from forerun.serve.kv_events import KVEvents
+    from forerun.serve.models import Models
 
 SERVER = Flags("server", flags_of(ServerOptions, skip=("aliases", "chat_template", "body_timeout")))
 CONNECTIONS = Flags("connections", flags_of(ConnectionLimits, skip=("write_timeout",)))
@@ -106,7 +108,7 @@ def serve(
     _check_installed("serve")
     from forerun.serve.app import create_app
     from forerun.serve.kv_events import KVEvents
-    from forerun.serve.models import Library, Models, OneModel
+    from forerun.serve.models import Library
     from forerun.serve.run import address_of, open_socket, run
 
     write_timeout = server.get("request_timeout", ServerOptions.request_timeout)
@@ -135,19 +137,6 @@ def serve(
                 asyncio.run(listen(library, library.described))
             return
 
-        async def answer(opening: Opening) -> None:
-            client = await opening()
-            if events is not None:
-                try:
-                    events.publish(client.engine.scheduler.tree)
-                except ConfigError:
-                    client.close()
-                    raise
-                out().print(f"KV events at {events.endpoint}")
-            named, described = options.named_after(client.facts.model), client.facts.described
-            what = described if number is None else f"{number} replicas, each with {described}"
-            await listen(OneModel(client, named), f"{named.served_model_name}: {what}")
-
         drafters = served_drafters(speculative, engine, also_draft)
         answers = answerer(
             engine, drafters, threads, all_but_one(), replicas=number, most=max_replicas, max_queue=max_queue,
@@ -155,7 +144,26 @@ def serve(
         )  # fmt: skip
         # Uvicorn raises the signal again once everything is closed.
         with answers as opening, contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(answer(opening))
+            asyncio.run(_serve_one(opening, options, number, events, listen))
+
+
+async def _serve_one(
+    opening: Opening, options: ServerOptions, replicas: int | None, events: KVEvents | None,
+    listen: Callable[[Models, str], Awaitable[None]],
+) -> None:  # fmt: skip
+    from forerun.serve.models import OneModel
+
+    client = await opening()
+    if events is not None:
+        try:
+            events.publish(client.engine.scheduler.tree)
+        except ConfigError:
+            client.close()
+            raise
+        out().print(f"KV events at {events.endpoint}")
+    named, described = options.named_after(client.facts.model), client.facts.described
+    what = described if replicas is None else f"{replicas} replicas, each with {described}"
+    await listen(OneModel(client, named), f"{named.served_model_name}: {what}")
 
 
 OF_ONE = (

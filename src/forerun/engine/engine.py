@@ -92,20 +92,7 @@ class Engine:
         self.router = Router(self._drafters(configs))
         if self.memory is not None and not self.memory.used:
             raise ConfigError("memory needs a drafter that looks up in it: choose method suffix, or remove memory")
-        nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
-        backlog, with_models = _weak(self.router.backlog), self.router.model_drafters
-        self.policy = policies[self.speculative.length](
-            Setting(
-                nodes,
-                model.row_multiple,
-                backlog,
-                with_models,
-                model.info.mixture,
-                parts={name: drafter.parts() for name, drafter in self.router.drafters.items()},
-                trials=partial(trials, weakref.proxy(self)),
-                threads=partial(_threads, weakref.proxy(self)),
-            )
-        )
+        self.policy = policies[self.speculative.length](self._setting())
         rows = max((drafter.needs.rows for drafter in self.router.drafters.values()), default=0)
         attention = new_attention(
             model,
@@ -138,6 +125,7 @@ class Engine:
             on_admit=_weak(self._admitted),
             on_preempt=_weak(self._preempted),
         )
+        # Last: it looks at what the layers have become.
         self._compiled = getattr(model, "fused", None) is not None
         """Whether our kernels compute all layers of the model."""
         self.threads = self._threads()
@@ -147,6 +135,20 @@ class Engine:
         self.on_round: Callable[[Round], None] | None = None
         """Called with every round at its end, for measurements."""
         self._ids = itertools.count()
+
+    def _setting(self) -> Setting:
+        """What the length policy knows of the target and the drafters."""
+        router = self.router
+        return Setting(
+            {name: drafter.config.nodes_by_depth() for name, drafter in router.drafters.items()},
+            self.model.row_multiple,
+            _weak(router.backlog),
+            router.model_drafters,
+            self.model.info.mixture,
+            parts={name: drafter.parts() for name, drafter in router.drafters.items()},
+            trials=partial(trials, weakref.proxy(self)),
+            threads=partial(_threads, weakref.proxy(self)),
+        )
 
     def _threads(self) -> Threads:
         """The configured number of CPU threads. "auto" adapts it if kernels compute all layers."""

@@ -91,8 +91,9 @@ def mtp_spec(config: Any, names: Collection[str] | None = None) -> tuple[Any, Sp
         family, config = LLAMA, _plain(config)
 
     def has(name: Name | None) -> bool:
-        either = name and {f"model.layers.0.{name.checkpoint}.weight", f"blk.0.{name.gguf}.weight"}
-        return either is not None and (names is None or not either.isdisjoint(names))
+        if name is None or names is None:
+            return name is not None
+        return f"model.layers.0.{name.checkpoint}.weight" in names or f"blk.0.{name.gguf}.weight" in names
 
     norms, experts = family.norms, family.experts
     architecture = replace(

@@ -88,9 +88,10 @@ def output_rows(path: Path) -> Rows:
     """The output layer of the checkpoint in ``path``. Raises ModelError if it has none."""
     files = open_files(path)
     for end in HEADS:
-        for name, tensor in files.tensors.items():
+        for name in files.tensors:
             if name.endswith(end) and "mtp" not in name and not any(part.isdecimal() for part in name.split(".")):
                 if isinstance(files, GGUFFile):
+                    tensor = files.tensors[name]
                     return Blocks(tensor.kind.name.lower(), files.rows(name), tensor.shape[1])
                 return files.values(name)
     raise ModelError(f"{path} has no output layer")

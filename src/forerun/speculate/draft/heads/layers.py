@@ -23,7 +23,7 @@ from forerun.core.tree import Draft, Drafts
 from forerun.models.run.base import attention_over
 from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.fused import RAW
-from forerun.speculate.draft.base import scatter_logits
+from forerun.speculate.draft.base import Chooser, scatter_logits
 from forerun.speculate.draft.chain import FEEDS_NORMED, CatchUpConfig, ChainRunner, can_chain
 from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
@@ -43,6 +43,7 @@ class LayerDrafter(FeatureDrafter[L]):
     per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped", "pending")
     pending: dict[int, list[torch.Tensor]]
     """Per sequence: features that the layers have not read."""
+    chooser: Chooser
     decoder: DraftDecoder
     feeds: int
     """What replaces the feature while drafting: ``chain.FEEDS_RAW`` or ``FEEDS_NORMED``."""
