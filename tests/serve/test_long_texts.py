@@ -77,7 +77,7 @@ def test_a_server_answers_while_a_long_text_is_held(served):
     release, begun = threading.Event(), threading.Event()
     with run_server(served) as server:
         service = next(
-            cell.cell_contents.text
+            cell.cell_contents.server.text
             for route in server.server.config.app.routes
             if getattr(route, "path", "") == "/tokenize"
             for cell in route.endpoint.__closure__

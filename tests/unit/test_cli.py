@@ -328,7 +328,7 @@ def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, m
     async def run(app, engine, listener, *rest, **options):
         listener.close()
         engine.close()
-        engines.append(engine.engine)
+        engines.append(engine.engine.engine)
 
     monkeypatch.setattr("forerun.serve.run.run", run)
     threads = str(torch.get_num_threads())

@@ -9,6 +9,8 @@ from forerun import LLM, SamplingParams
 from forerun.core.request import RequestState
 from forerun.speculate.length.base import Fixed
 
+pytestmark = pytest.mark.usefixtures("prices_as_delivered")
+
 PROMPT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef w(path):\n"
 
 
