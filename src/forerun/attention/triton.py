@@ -153,13 +153,13 @@ def _merge(
     result = tl.zeros([LANES, VALUE_PADDED], tl.float32)
     for part in range(SPLITS):
         cell = (part * rows + at) * heads + query_head
-        some = live & (part < used)
+        some = tl.where(live, part, used) < used  # the interpreter of Triton 3.9 takes no scalar condition in a mask
         peak = tl.load(tops + cell, mask=some, other=float("-inf"), cache_modifier=".cg")
         best = tl.maximum(running, peak)
         safe = tl.where(best == float("-inf"), 0.0, best)
         fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
         side = outputs + cell[:, None] * VALUE_WIDTH + value_width[None, :]
-        more = tl.load(side, mask=kept & (part < used), other=0.0, cache_modifier=".cg")
+        more = tl.load(side, mask=tl.where(kept, part, used) < used, other=0.0, cache_modifier=".cg")
         result = result * fade[:, None] + more * gain[:, None]
         weight = weight * fade + tl.load(sums + cell, mask=some, other=0.0, cache_modifier=".cg") * gain
         running = best
