@@ -14,7 +14,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.names import drafters, policies, rules
 
 ALL = "all"
-PEERS = ("transformers", "llama-cpp", "llama-server", "openvino", "vllm")
+PEERS = ("transformers", "llama-cpp", "llama-server", "openvino", "mistralrs", "vllm")
 HELD_OUT, REPETITIVE, RANDOM = "held_out", "repetitive", "random"
 SETS = (HELD_OUT, REPETITIVE, RANDOM)
 """Prompt sets that are drawn, in any number and length."""

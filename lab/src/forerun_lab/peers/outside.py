@@ -36,8 +36,8 @@ from forerun_lab.peers.gguf import write_gguf
 
 WORKERS = Path(__file__).parent / "workers"
 PACKAGES = {"llama-cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm", "ctranslate2": "ctranslate2"}
-PACKAGES["llama-server"] = "llama_server"
-NEEDS_GGUF = ("llama-cpp", "openvino", "llama-server")
+PACKAGES |= {"llama-server": "llama_server", "mistralrs": "mistralrs"}
+NEEDS_GGUF = ("llama-cpp", "openvino", "llama-server", "mistralrs")
 PROGRAMS = ("llama-server",)
 """Programs that this interpreter's worker starts and asks."""
 PRINTED = "printed.log"
