@@ -249,7 +249,7 @@ def _missed(p: float, rows: float, again: float) -> float:
     if again >= 1:
         return 1 - p
     if again - p < 1e-6:
-        return (1 - p) ** rows
+        return float((1 - p) ** rows)
     s = (1 - again) / (again - p)
     a = s * (1 - p)
     return math.exp(math.lgamma(a + rows) - math.lgamma(a) + math.lgamma(s) - math.lgamma(s + rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, sqrt
 from statistics import median
 
 CONFIDENCE = 0.95
@@ -17,7 +17,7 @@ def ratio_error(pairs: Sequence[tuple[float, float]]) -> float | None:
     if count < 2:
         return None
     ratio = sum(a for a, _ in pairs) / below
-    return (sum((a - ratio * b) ** 2 for a, b in pairs) * count / (count - 1)) ** 0.5 / below
+    return sqrt(sum((a - ratio * b) ** 2 for a, b in pairs) * count / (count - 1)) / below
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:

@@ -214,7 +214,7 @@ class _TreePredictor:
 
     def gained(self, tree: Sequence[int]) -> float:
         """Accepted tokens per round if ranks are independent."""
-        return sum(accumulate((sum(self.acceptance[:width]) for width in tree), mul))
+        return float(sum(accumulate((sum(self.acceptance[:width]) for width in tree), mul)))
 
     def speedup(self, gained: float, nodes: int, depth: int) -> tuple[float, float]:
         """Mean tokens per round and speed, scaled by the probe's measured over its predicted tokens."""

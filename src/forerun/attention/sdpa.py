@@ -117,7 +117,7 @@ def unfold(out: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     sequences, kv_heads, folded, width = out.shape
     if rows == 1:
         return (out if folded == groups else out[:, :, :groups]).reshape(sequences, kv_heads * groups * width)
-    split = out[:, :, : rows * groups].unflatten(2, (rows, groups))
+    split: torch.Tensor = out[:, :, : rows * groups].unflatten(2, (rows, groups))
     return split.transpose(1, 2).reshape(sequences * rows, kv_heads * groups * width)
 
 

@@ -168,7 +168,8 @@ class TiledAttention(Backend[Parts]):
             )  # fmt: skip
             parts.append(result[:, : end - first])
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out.unflatten(1, (len(rows), groups)).transpose(0, 1).flatten(1).to(q.dtype)
+        by_group: torch.Tensor = out.unflatten(1, (len(rows), groups))
+        return by_group.transpose(0, 1).flatten(1).to(q.dtype)
 
 
 def _pad(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:

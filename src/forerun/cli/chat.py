@@ -237,7 +237,7 @@ def _path(command: str, text: str) -> Path:
 def read_messages(path: Path) -> list[dict[str, str]]:
     """Reads messages that ``/save`` wrote. Raises ConfigError for anything else."""
     try:
-        result = json.loads(read_file(path))
+        result: Any = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     valid = isinstance(result, list) and all(
@@ -251,7 +251,8 @@ def read_messages(path: Path) -> list[dict[str, str]]:
             f"{path} is not a saved conversation: it must be a list of messages (role, content) that alternate between "
             "user and assistant"
         )
-    return result
+    messages: list[dict[str, str]] = result
+    return messages
 
 
 CHAT_ENGINE = Flags("engine", [flag for flag in ANSWERING.flags if flag.name != "logprobs_mode"]).showing(

@@ -24,11 +24,13 @@ from forerun.cli.options import (
 )
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.registry import from_lab
+from forerun.engine.metrics import PLAIN
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.jobs import Logprob
-    from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.llm import LLM
+    from forerun.engine.outputs import CompletionOutput, RequestOutput
 
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
@@ -234,7 +236,7 @@ def show(
     if chosen is not None:
         head = f"{f'round {rounds.index(chosen) + 1}':<{width}}  "
         console.print(Text.assemble(head, tracing.line(chosen, llm.tokenizer, plain=plain)), soft_wrap=True)
-        key = [tracing.marked(kind, kind, plain=plain) for kind in tracing.KINDS if kind != tracing.PLAIN]
+        key = [tracing.marked(kind, kind, plain=plain) for kind in tracing.KINDS if kind != PLAIN]
         console.print(Text.assemble(" " * (width + 2), Text("  ").join(key), "  (all rounds: --trace)"), soft_wrap=True)
 
 

@@ -308,7 +308,7 @@ def _load_yaml(file: Path) -> dict[Any, Any]:
             names = [str(key.value) for key, _ in node.value]
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"{file}: duplicate option {repeated[0]}")
-            return super().construct_mapping(node, deep)
+            return dict(super().construct_mapping(node, deep))
 
     try:
         result = yaml.load(read_file(file), Loader)

@@ -31,7 +31,8 @@ FLEETS, PLANS = "load", "plans"
 def _load_flags() -> Flags:
     """The options of ``plan --load``; without forerun-lab, two of them, which say that it is missing."""
     if has_lab(FLEETS):
-        return from_lab(FLEETS, "plan --load").LOAD
+        flags: Flags = from_lab(FLEETS, "plan --load").LOAD
+        return flags
     return Flags(
         "load",
         [Flag(name, str, "Predict how many replicas a load needs. Needs forerun-lab.") for name in ("load", "rate")],

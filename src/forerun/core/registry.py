@@ -72,7 +72,8 @@ class Registry(Generic[T]):
 
     def _load(self, point: metadata.EntryPoint) -> type[T]:
         try:
-            return point.load()
+            result: type[T] = point.load()
+            return result
         except (ImportError, AttributeError) as error:
             package = point.dist.name if point.dist is not None else point.value
             raise ConfigError(

@@ -95,7 +95,7 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
             f"of {model} differ ({actual}): run forerun tune for them"
         )
-    return placed(content["speculative_config"], folder, _draft(content, folder, model))
+    return dict(placed(content["speculative_config"], folder, _draft(content, folder, model)))
 
 
 def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, str]:

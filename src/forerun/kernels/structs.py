@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import namedtuple
+from typing import Any
 
 SpanStruct = namedtuple("SpanStruct", "first rows base before table paths")
 Plan = namedtuple("Plan", "spans num_spans tables num_tables paths num_paths entries num_entries")
@@ -81,7 +82,7 @@ def number(value: float) -> int:
     return int(struct.unpack("q", struct.pack("d", value))[0])
 
 
-def address(numbers: array | None) -> int:
+def address(numbers: array[Any] | None) -> int:
     """The address of an array's numbers; 0 if there are none."""
     return numbers.buffer_info()[0] if numbers else 0
 

@@ -64,7 +64,7 @@ def _from_file(file: Path, tokenizer: Any, count: int, length: int) -> list[list
 
 
 def _encode(tokenizer: Any, text: str, length: int) -> list[int]:
-    return tokenizer.encode(text[: 64 * length], add_special_tokens=False, verbose=False)
+    return list(tokenizer.encode(text[: 64 * length], add_special_tokens=False, verbose=False))
 
 
 def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:

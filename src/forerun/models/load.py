@@ -57,6 +57,7 @@ def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
     if result not in DTYPES.values():
         own = f" (it is the checkpoint's: {shown(result)})" if dtype in (None, "auto") else ""
         raise ConfigError(f"unknown dtype {shown(dtype)}{own}: choose auto, float32, bfloat16 or float16")
+    assert isinstance(result, torch.dtype)
     return result
 
 

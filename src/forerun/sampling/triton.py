@@ -167,7 +167,7 @@ def restrict(
 
 
 def _block(size: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(size))
+    return min(BLOCK, int(triton.next_power_of_2(size)))
 
 
 def halves(keys: Sequence[int | None]) -> np.ndarray:

@@ -35,7 +35,7 @@ class Row:
     def effective_temperature(self) -> float:
         params = self.sequence.params
         if self.temperature is None or params.greedy:
-            return params.temperature
+            return float(params.temperature)
         return self.temperature
 
 

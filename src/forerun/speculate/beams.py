@@ -76,7 +76,8 @@ def finished(beams: Beams, live: Sequence[Continuation], length: int) -> bool:
     if beams.early_stopping is True:
         return True
     farthest = beams.longest if beams.early_stopping == "never" and beams.length_penalty > 0.0 else length
-    return live[0].logprob / farthest**beams.length_penalty <= beams.finished[-1].score
+    penalty = float(farthest**beams.length_penalty)
+    return live[0].logprob / penalty <= beams.finished[-1].score
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ A class is imported when its name is looked up, so that ``--help`` and a wrong o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.registry import Registry
 
@@ -56,7 +56,7 @@ PROFILES = {
 }
 """Acceptance by position published for Llama-3.2-1B, unconditional as in vLLM: profiles of synthetic acceptance."""
 
-drafters: Registry[Drafter] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS, LAB_KEYS)
+drafters: Registry[Drafter[Any]] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS, LAB_KEYS)
 rules: Registry[Rule] = Registry(
     "acceptance rule",
     "forerun.rules",

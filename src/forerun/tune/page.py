@@ -29,7 +29,9 @@ def label(config: dict[str, Any]) -> str:
     parts = [label(part) for part in config.get("drafters", ())]
     length = config.get("num_speculative_tokens")
     texts = " with the model's own text" if "datastore" in config else ""
-    return config["method"] + (f" {length}" if length else "") + texts + (f" ({', '.join(parts)})" if parts else "")
+    return (
+        str(config["method"]) + (f" {length}" if length else "") + texts + (f" ({', '.join(parts)})" if parts else "")
+    )
 
 
 def pair_page(model: str, result: dict[str, Any]) -> str:

@@ -228,7 +228,8 @@ class _Search:
 
 
 def _drafter(contender: EngineContender) -> DraftModel:
-    drafter: Any = contender.engine.router.drafters[DRAFT]
+    drafter = contender.engine.router.drafters[DRAFT]
+    assert isinstance(drafter, DraftModel)
     return drafter
 
 

@@ -23,12 +23,12 @@ def read(connection: http.client.HTTPConnection, body: dict[str, Any]) -> int:
     if answer.status != 200:
         raise RuntimeError(f"status {answer.status}: {answer.read()[:300]!r}")
     if not body.get("stream"):
-        return json.loads(answer.read())["usage"]["completion_tokens"]
+        return int(json.loads(answer.read())["usage"]["completion_tokens"])
     last = b""
     for line in answer:
         if line.startswith(b"data: {"):
             last = line
-    return json.loads(last[6:])["usage"]["completion_tokens"]
+    return int(json.loads(last[6:])["usage"]["completion_tokens"])
 
 
 def load(host: str, port: int, first: dict[str, Any], bodies: list[dict[str, Any]], streams: int) -> dict[str, float]:

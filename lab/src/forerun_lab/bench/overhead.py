@@ -25,7 +25,8 @@ from forerun.engine.llm import LLM
 from forerun.measure.config import HELD_OUT
 from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
-from forerun.serve.app import ServerOptions, create_app
+from forerun.serve.app import create_app
+from forerun.serve.options import ServerOptions
 from forerun.serve.run import DrainingServer, open_socket
 from forerun.speculate.round import Round
 

@@ -113,8 +113,9 @@ async def interleaved(contenders: dict[str, Callable[[int], Awaitable[Any]]], tu
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per second of one process with ``NUMBER`` threads, and of ``NUMBER`` replicas."""
     from forerun.scale.cluster import Cluster, Replicas, cluster
-    from forerun.serve.app import ServerOptions, create_app
+    from forerun.serve.app import create_app
     from forerun.serve.batch import in_process
+    from forerun.serve.options import ServerOptions
 
     torch.set_num_threads(NUMBER)
     drafters = json.loads(args.speculative_config)

@@ -62,7 +62,9 @@ def _written(tokens: int, temperature: float) -> Iterator[tuple[list[int], int]]
 
 def _module(name: str) -> torch.nn.Module:
     folder = resolve(name)
-    return read_module(folder, read_config(folder), torch.float32, attention=None).eval()
+    module = read_module(folder, read_config(folder), torch.float32, attention=None)
+    module.eval()
+    return module
 
 
 @torch.inference_mode()

@@ -132,7 +132,7 @@ def table_2(settings: Settings) -> ReportTable:
 def _speedup(turns: Interleaved) -> float:
     """The median over sources of the median over the repeats."""
     pairs = list(zip(*turns.runs, strict=True))
-    ratios = []
+    ratios: list[float] = []
     for first in range(0, len(pairs), REPEATS):
         here = [
             quick.tokens_per_second / slow.tokens_per_second

@@ -14,6 +14,7 @@ from forerun_lab.train.folder import save_model, train_tokenizer
 from forerun_lab.train.identity import claim
 from forerun_lab.train.losses import round_weights
 from forerun_lab.tune import loop
+from forerun_lab.tune.config import LoopSettings
 
 LOSS_LABEL = loop.LossLabel("cross entropy of the next token, nats per token")
 
@@ -61,7 +62,8 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def forward(model: nn.Module, tokens: Tensor) -> Tensor:
     """Logits, float32 [rows, length, vocabulary], of a causal language model in bfloat16 autocast."""
     with torch.autocast(tokens.device.type, torch.bfloat16):
-        return model(input_ids=tokens, use_cache=False).logits.float()
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits.float()
 
 
 @torch.no_grad()
@@ -76,7 +78,7 @@ def held_out_loss(model: nn.Module, stream: Tensor, length: int) -> float:
     return total / count
 
 
-def held_out_losses(model: nn.Module, stream: Tensor, settings: loop.LoopSettings) -> dict[str, float]:
+def held_out_losses(model: nn.Module, stream: Tensor, settings: LoopSettings) -> dict[str, float]:
     """Held-out loss, nats per token, by the length of the sequences that it was measured in."""
     return {str(length): held_out_loss(model, stream, length) for length in (settings.length, settings.long_length)}
 
@@ -85,7 +87,8 @@ def _tokenizer(config: TargetConfig, files: list[Document]) -> PreTrainedTokeniz
     """The tokenizer of a run that goes on, or a new one."""
     folder = config.out / "run" / "tokenizer"
     if config.resume and folder.exists():
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        kept: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
+        return kept
     texts = (read_text(path) for path in files)
     tokenizer = train_tokenizer(texts, config.vocab_size, config.shape.positions)
     tokenizer.save_pretrained(folder)

@@ -65,7 +65,8 @@ class LeastSquares:
         left, right = self.left[some][:, some], self.right[some]
         size = left.diagonal().sqrt().clamp_min(1e-6)
         left = left / size / size[:, None] + RIDGE * torch.eye(len(size), device=size.device)
-        return (torch.linalg.solve(left, right / size[:, None]) / size[:, None]).T
+        solved: Tensor = torch.linalg.solve(left, right / size[:, None])
+        return (solved / size[:, None]).T
 
 
 @torch.no_grad()

@@ -187,9 +187,10 @@ class DraftLayers(Protocol):
 def lk_loss(p_logits: Tensor, q_logits: Tensor, eta: float = 3.0) -> Tensor:
     """LK loss of each position: w * KL + (1 - w) * -log alpha, with w = exp(-eta * mean alpha) (arXiv 2602.23881). It
     begins as KL and becomes -log alpha as the draft improves, without a schedule. p's logits get no gradient."""
-    divergence, alpha = _DivergenceAndAlpha.apply(p_logits, q_logits)
+    divergence, alpha = _DivergenceAndAlpha.apply(p_logits, q_logits)  # type: ignore[no-untyped-call]
     weight = torch.exp(-eta * alpha.detach().mean())
-    return weight * divergence - (1 - weight) * alpha.clamp_min(1e-6).log()
+    loss: Tensor = weight * divergence - (1 - weight) * alpha.clamp_min(1e-6).log()
+    return loss
 
 
 class _DivergenceAndAlpha(torch.autograd.Function):

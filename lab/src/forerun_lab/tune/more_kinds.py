@@ -115,7 +115,8 @@ class Distilled(HeadKind):
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         draft = DistilledDraft(target)
         linears = [draft.last.self_attn.o_proj, draft.last.mlp.down_proj]
-        return _fitted(draft, draft.norm, linears, target, features, ids, tokens)
+        _fitted(draft, draft.norm, linears, target, features, ids, tokens)
+        return draft
 
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
@@ -135,12 +136,11 @@ KINDS: dict[str, HeadKind] = {
 
 def _fitted(
     draft: Any, norm: Any, linears: list[nn.Linear], target: Any, features: Features, ids: Tensor, tokens: int
-) -> Any:
+) -> None:
     output: Any = target.get_output_embeddings().weight
     material = Material(target, features, output[ids].float(), tokens)
     fit_last(draft, norm, linears, material)
     sharpen(draft, norm, material)
-    return draft
 
 
 def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:

@@ -274,7 +274,7 @@ def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> flo
     inner = getattr(config, "intermediate_size", 0)
     training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
     training += 24 * LENGTH * info.vocab_size + 27 * PARALLEL_DEPTH * BATCH * rows
-    return PROGRAM_BYTES + max(writing, training if learns else 0)
+    return float(PROGRAM_BYTES + max(writing, training if learns else 0))
 
 
 def _announce(

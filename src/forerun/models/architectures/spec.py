@@ -499,7 +499,7 @@ def _intermediate(mlp: Mlp, config: Any) -> int:
     width = 2 * width // 3
     if config.block_ffn_dim_multiplier is None:
         return width
-    width, multiple = int(config.block_ffn_dim_multiplier * width), config.block_multiple_of
+    width, multiple = int(config.block_ffn_dim_multiplier * width), int(config.block_multiple_of)
     return -(-width // multiple) * multiple
 
 

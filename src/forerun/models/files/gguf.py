@@ -249,7 +249,7 @@ class _HeaderReader:
 
     def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
+        return list(np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist())
 
     def _strings(self, key: str, count: int) -> Callable[[], list[str]]:
         """Skips a list of strings. Returns what decodes it."""
@@ -289,10 +289,10 @@ class _HeaderReader:
         return result
 
     def _u32(self) -> int:
-        return _U32.unpack(self._take(_U32.size))[0]
+        return int(_U32.unpack(self._take(_U32.size))[0])
 
     def _u64(self) -> int:
-        return _U64.unpack(self._take(_U64.size))[0]
+        return int(_U64.unpack(self._take(_U64.size))[0])
 
     def _require(self, count: int, what: str) -> None:
         if count > len(self.content) - self.position:

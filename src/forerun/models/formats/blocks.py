@@ -208,7 +208,8 @@ def _fit(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _levels(blocks: np.ndarray, scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     shifted = blocks + minimum[..., None]
     result = np.divide(shifted, scale[..., None], out=np.zeros_like(shifted), where=scale[..., None] > 0)
-    return np.clip(np.rint(result), 0, 15).astype(np.uint8)
+    levels: np.ndarray = np.clip(np.rint(result), 0, 15).astype(np.uint8)
+    return levels
 
 
 def _in_64_levels(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

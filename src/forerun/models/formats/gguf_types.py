@@ -70,7 +70,8 @@ def _fifth_bits(raw: Bytes, at: int) -> Bytes:
     """5-bit levels as bytes: 32 high bits from byte ``at`` on, then the low nibbles."""
     bits = np.unpackbits(raw[..., at : at + 4], axis=-1, bitorder="little")
     low = raw[..., at + 4 :]
-    return np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
+    result: Bytes = np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
+    return result
 
 
 def _six_bit_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
@@ -148,7 +149,8 @@ def _levels(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """``values`` [..., n] over ``steps`` [...] as integers; 0 where a step is 0 or not finite."""
     wide = steps[..., None]
     result = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
-    return np.rint(result).astype(np.int8)
+    levels: np.ndarray = np.rint(result).astype(np.int8)
+    return levels
 
 
 def _ternary(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:

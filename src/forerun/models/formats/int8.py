@@ -134,7 +134,7 @@ class FbgemmInt8:
     def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.linalg.vector_norm(x, float("inf"), -1, True).mul_(self.step).clamp_(min=1e-30)
         levels = torch.cat([x / scale, self.ends.expand(x.shape[0], -1)], dim=1)
-        y = self.call(levels, self.packed, self.reduced).mul_(scale)
+        y: torch.Tensor = self.call(levels, self.packed, self.reduced).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
 
 

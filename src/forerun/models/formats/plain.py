@@ -60,13 +60,14 @@ class Packed:
         spare = -rows % step if x.dim() == 2 else 0
         if spare:  # oneDNN keeps some 0.5 MB for every row count
             x = F.pad(x, (0, 0, 0, spare))
-        y = self.call(x, self.weight, self.bias, "none", [], "")
+        y: torch.Tensor = self.call(x, self.weight, self.bias, "none", [], "")
         y = y[:rows] if spare else y
         return y if add is None else y.add_(add)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    result: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return result
 
 
 @cache

@@ -364,7 +364,7 @@ def _milliseconds(layers: Sequence[TritonLinear], tile: Tile) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(5):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

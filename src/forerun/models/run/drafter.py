@@ -108,7 +108,8 @@ class DraftDecoder(NativeModel):
 
     def normed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the last layer's output after the final norm."""
-        return self._norm(rows)
+        normed: torch.Tensor = self._norm(rows)
+        return normed
 
     def _score(self, x: torch.Tensor) -> torch.Tensor:
         return super()._score(x) if self.owns_head else self.target.lm_head(x)

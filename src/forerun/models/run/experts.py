@@ -168,7 +168,7 @@ class KernelMixture:
 
 def _in_best_groups(scores: torch.Tensor, count: int, kept: int, best: int) -> torch.Tensor:
     """Scores [rows, experts], -inf outside the ``kept`` of ``count`` groups whose ``best`` highest sum to most."""
-    grouped = scores.unflatten(1, (count, -1))
+    grouped: torch.Tensor = scores.unflatten(1, (count, -1))
     highest = grouped.sort(dim=-1, descending=True).values[..., :best].cumsum(-1)[..., -1]
     order = highest.argsort(dim=-1, descending=True, stable=True)
     out = torch.ones_like(highest, dtype=torch.bool).scatter_(1, order[:, :kept], False)

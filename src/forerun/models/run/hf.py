@@ -328,11 +328,13 @@ class HFModel(TiledModel):
 
     @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.module.get_input_embeddings()(ids).clone()
+        rows: torch.Tensor = self.module.get_input_embeddings()(ids)
+        return rows.clone()
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.module.get_output_embeddings()(hidden).float()
+        logits: torch.Tensor = self.module.get_output_embeddings()(hidden)
+        return logits.float()
 
 
 def read_module(
@@ -365,6 +367,7 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     hf_logging.disable_progress_bar()
     kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
     with checkpoint.library(f"{folder} cannot be loaded"), quiet():
+        module: PreTrainedModel
         module, info = kind.from_pretrained(
             folder,
             config=config,
@@ -392,7 +395,8 @@ def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | N
     if unknown:
         raise ModelError(f"{path}: transformers calls {len(unknown)} of its weights otherwise, {unknown[0]} among "
                          "them: only the native path runs it")  # fmt: skip
-    return module.eval()
+    module.eval()
+    return module
 
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

@@ -341,7 +341,8 @@ class Builder:
             return rotary.arrange_rows(rows, len(rows) // width)
 
         def half(rows: torch.Tensor, which: int) -> torch.Tensor:
-            return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
+            pairs: torch.Tensor = rows.unflatten(0, (-1, 2, width))
+            return pairs[:, which].flatten(0, 1)
 
         if self.spec.architecture.attention.gated:
             order = (lambda rows: arranged(half(rows, 0)), arranged, None, lambda rows: half(rows, 1))

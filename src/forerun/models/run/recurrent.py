@@ -168,7 +168,8 @@ class DeltaNet(Recurrent):
 
     def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         normed = self.norm(out.unflatten(1, (self.sizes.heads, self.sizes.value_dim))).flatten(1)
-        return (normed * activations.silu(gate.float())).to(self.dtype)
+        gated: torch.Tensor = normed * activations.silu(gate.float())
+        return gated.to(self.dtype)
 
 
 @dataclass(eq=False)
@@ -198,7 +199,8 @@ class Mamba2(Recurrent):
             return gated
         if self.sizes.groups > 1:
             gated = gated.unflatten(1, (self.sizes.groups, -1))
-        return self.norm(gated).flatten(1)
+        normed: torch.Tensor = self.norm(gated)
+        return normed.flatten(1)
 
 
 class NormedMixer:

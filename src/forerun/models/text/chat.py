@@ -95,7 +95,7 @@ def render_chat(
             messages = _with_mapped_arguments(messages)  # the template lists parameters
             text = render(messages)
         _check_nothing_omitted(messages, text, render)
-        return text
+        return str(text)
 
 
 def _check_nothing_omitted(

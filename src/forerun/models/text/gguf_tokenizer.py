@@ -145,8 +145,8 @@ class GGUFTokenizer:
         special = options.pop("add_special_tokens", True)
         options.pop("verbose", None)
         if options or not isinstance(text, str):
-            return self.full.encode(text, add_special_tokens=special, **options)
-        return self.backend_tokenizer.encode(text, add_special_tokens=special).ids
+            return list(self.full.encode(text, add_special_tokens=special, **options))
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(ids, list):

@@ -66,7 +66,7 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     the tokenizer fails on."""
     check_text(text)
     with library("the tokenizer fails on this text", RequestError):
-        return tokenizer.encode(text, **options)
+        return list(tokenizer.encode(text, **options))
 
 
 def with_end(info: ModelInfo, tokenizer: Any) -> ModelInfo:

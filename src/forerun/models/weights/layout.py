@@ -80,7 +80,8 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
-        return concat_rows(sides, sizes, rows, torch.cat)
+        result: torch.Tensor = concat_rows(sides, sizes, rows, torch.cat)
+        return result
 
     sides = [partial(side, part, order) for part, order in parts]
     sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
@@ -151,7 +152,8 @@ class Maker:
                 made.append(make_linear(weight, bias, self.how))
         self._finish()
         if len(made) == 1:
-            return made[0]
+            only: Linear = made[0]
+            return only
         return self._triton.TritonJoined(made) if self.how == "triton" else Joined(made)
 
     @property
@@ -163,7 +165,8 @@ class Maker:
     def _packed(self, parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
         """A layer of weights in one block format."""
         if self.how == "triton":
-            return self._triton.kept(parts, bias, self.dtype, self.device)
+            result: Linear = self._triton.kept(parts, bias, self.dtype, self.device)
+            return result
         levels = [part for part in parts if isinstance(part, Levels)]
         if levels:
             return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])

@@ -156,7 +156,7 @@ class Products(TorchDispatchMode):
     nothing added, and keeps the second factors there."""
 
     def __init__(self, matrices: dict[Any, list[torch.Tensor]] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.matrices = matrices
         self.calls: list[str] = []
         self.work = 0

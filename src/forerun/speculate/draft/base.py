@@ -23,7 +23,7 @@ from forerun.sampling.noise import DRAFT
 from forerun.sampling.params import COLDEST, LARGEST
 from forerun.sampling.warp import Row, warp
 from forerun.speculate.length.base import Parts
-from forerun.speculate.names import drafters
+from forerun.speculate.names import drafters as drafters  # for drafters of other packages
 
 if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
@@ -187,7 +187,7 @@ class Drafter(ABC, Generic[C]):
     """Whether ``observe`` is called after every round; False: only after rounds with a call of ``propose``."""
     looks_up: bool = False
     """Whether it drafts from the request's own text, ``RequestState.lookup`` included."""
-    inner: Sequence[Drafter] = ()
+    inner: Sequence[Drafter[Any]] = ()
     """Drafters that this one is made of."""
     per_sequence: ClassVar[tuple[str, ...]] = ()
     """Attributes that map sequence ids to state. They are made empty, copied for forks and cleared on release."""

@@ -196,7 +196,7 @@ class Vocabulary:
 
     def encode(self, text: str, *, whole: bool = False) -> list[int]:
         """Token ids of a text; ``whole``: with the special tokens at its beginning."""
-        return self.tokenizer.encode(text, add_special_tokens=whole, verbose=False)
+        return list(self.tokenizer.encode(text, add_special_tokens=whole, verbose=False))
 
 
 class VocabularyMap:

@@ -38,7 +38,7 @@ class InnerConfig:
             own.setdefault("num_speculative_tokens", num_speculative_tokens)
         return cls(options["method"], config_class.from_dict(options["method"], own))
 
-    def build(self, context: DraftContext, number: int = 0) -> Drafter:
+    def build(self, context: DraftContext, number: int = 0) -> Drafter[Any]:
         """Builds the drafter; a different ``number`` makes its draws independent of its siblings'."""
         return drafters[self.method].build(self.config, replace(context, stream=context.stream * 16 + number + 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.core.request import Requests, RequestState
@@ -22,7 +23,7 @@ class Router:
     error is logged.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter[Any]]) -> None:
         self.drafters = dict(drafters)
         self.failures: dict[int, str] = {}
         self._watching = [
@@ -81,7 +82,7 @@ class Router:
             except Exception as error:  # noqa: BLE001 - as in propose
                 self._fail(drafter, chosen, error)
 
-    def _fail(self, drafter: Drafter, sequences: Requests, error: Exception) -> None:
+    def _fail(self, drafter: Drafter[Any], sequences: Requests, error: Exception) -> None:
         log.error("drafter %s failed; its requests go on without speculation", drafter.name, exc_info=error)
         for sequence in sequences:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
