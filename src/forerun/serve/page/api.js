@@ -17,13 +17,15 @@ async function send(path, key, options) {
   throw new ApiError(error.message, error.param, response.status);
 }
 
-export async function servedModel(key) {
-  return (await (await send("/v1/models", key, {})).json()).data[0];
-}
+const get = async (path, key) => (await send(path, key, {})).json();
 
-// The model's own sampling settings.
-export async function ownSettings(key) {
-  return (await (await send("/props", key, {})).json()).default_generation_settings.params;
+export const servedModels = async (key) => (await get("/v1/models", key)).data;
+
+// A model, loaded if it was not, and its own sampling settings.
+export async function readyModel(name, key) {
+  const { default_generation_settings } = await get(`/props?model=${encodeURIComponent(name)}`, key);
+  const card = (await servedModels(key)).find(({ id }) => id === name);
+  return { ...card, own: default_generation_settings.params };
 }
 
 function ask(request, key, signal) {

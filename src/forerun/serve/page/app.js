@@ -1,7 +1,7 @@
 // The playground: a conversation, or a text to continue; one request at a time.
 
 import { Answer } from "/page/answer.js";
-import { ownSettings, servedModel } from "/page/api.js";
+import { readyModel, servedModels } from "/page/api.js";
 import { drawPositions, drawRounds, drawSpeeds } from "/page/charts.js";
 import { button, make } from "/page/elements.js";
 import { create, keep, list, open, opened } from "/page/kept.js";
@@ -14,7 +14,7 @@ let conversation = create();
 let busy = null; // {controller, done} of what is in progress
 let model = null;
 
-const COLOURS = "forerun.colours";
+const COLOURS = "forerun.colours", MODEL = "forerun.model";
 
 const key = () => $("key").value;
 const chatting = () => !$("chat").hidden;
@@ -23,15 +23,34 @@ const say = (text) => ($("status").textContent = text);
 
 // --- the model and its modes
 
+// Which model answers: the conversation's, else one that is loaded, else the only one; several wait to be chosen from.
 async function load() {
-  model = await servedModel(key());
-  $("model").textContent = `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens of context`;
-  offer(model, await ownSettings(key()));
+  const cards = await servedModels(key());
+  const names = cards.map(({ id }) => id);
+  const asked = [conversation.model, localStorage.getItem(MODEL)].find((name) => names.includes(name));
+  $("models").hidden = names.length < 2;
+  $("models").replaceChildren(new Option("Choose a model", ""), ...names.map((name) => new Option(name, name)));
+  $("models").firstChild.disabled = true;
+  await take(asked ?? cards.find(({ speculative }) => speculative)?.id ?? (names.length === 1 ? names[0] : ""));
+}
+
+async function take(name) {
+  $("models").value = name;
+  if (!name) return choose("chat");
+  if (!$("models").hidden) say(`Loading ${name} …`);
+  model = await readyModel(name, key());
+  localStorage.setItem(MODEL, name);
+  const called = $("models").hidden ? `${model.id} · ` : "";
+  $("model").textContent = `${called}${model.max_model_len.toLocaleString("en")} tokens of context`;
+  offer(model);
   $("tab_chat").disabled = !model.chat_template;
   $("chat_note").hidden = model.chat_template;
   choose(model.chat_template ? "chat" : "complete");
   toEnd();
 }
+
+// The model that requests name: none before one is chosen, which the server then says.
+const named = () => (model ? { model: model.id } : {});
 
 function choose(mode) {
   for (const name of ["chat", "complete"]) {
@@ -205,7 +224,7 @@ function edit(turn, element) {
 async function send(messages, turn = null) {
   await occupy(async (signal) => {
     const at = turns.includes(turn) ? turns.indexOf(turn) : turns.length;
-    const added = newTurn({ ...asked(), ...tools(), messages: [...history(turns.slice(0, at)), ...messages] }, messages);
+    const added = newTurn({ ...named(), ...asked(), ...tools(), messages: [...history(turns.slice(0, at)), ...messages] }, messages);
     const dropped = turns.splice(at, Infinity, added);
     for (const each of dropped) each.element.remove();
     $("turns").append(added.element);
@@ -241,7 +260,7 @@ function keepTurns() {
   const system = $("system").value.trim();
   const begun = turns.filter(({ answer }) => answer.run.tokens.length || answer.line);
   const saved = begun.map(({ messages, answer }) => ({ messages, answer: answer.kept() }));
-  conversation = { ...conversation, system, updated: Date.now(), turns: saved };
+  conversation = { ...conversation, ...named(), system, updated: Date.now(), turns: saved };
   open(conversation.id);
   const full = new Error("This browser's storage is full: delete a conversation to keep this one.");
   if (!keep(conversation)) showError(full, $("message"));
@@ -265,6 +284,7 @@ async function show(next) {
   clearErrors();
   measure(turns.at(-1)?.answer);
   toEnd();
+  if (model && conversation.model && conversation.model !== model.id) connect(); // else the one in use goes on
 }
 
 async function startAnew() {
@@ -296,7 +316,7 @@ let completed = null;
 const complete = () =>
   occupy(async (signal) => {
     const prompt = $("prompt").value;
-    const answer = newAnswer({ max_tokens: MOST_CONTINUED, ...asked(), prompt }, { prompt });
+    const answer = newAnswer({ ...named(), max_tokens: MOST_CONTINUED, ...asked(), prompt }, { prompt });
     const before = completed;
     completed = answer;
     $("completion").replaceChildren(answer.element);
@@ -346,14 +366,17 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !$("kept").open) busy?.controller.abort();
 });
 
-function connect() {
+function connect(work = load) {
   clearErrors();
-  load().then(() => say("Ready."), (error) => {
-    choose("chat");
+  return work().then(() => say(model ? "Ready." : "Choose a model."), (error) => {
+    if (!model) choose("chat");
     say("The model could not be asked for.");
     showError(error, $("message"));
   });
 }
-$("key").addEventListener("change", connect);
+$("key").addEventListener("change", () => connect());
+$("models").addEventListener("change", () => {
+  connect(() => take($("models").value)).then(() => ($("models").value = model?.id ?? ""));
+});
 colour();
-show(opened() ?? conversation).then(connect);
+show(opened() ?? conversation).then(() => connect());

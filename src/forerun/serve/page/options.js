@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens"];
 const MILD = { temperature: 0.7, min_p: 0.05 };
+const placeholders = Object.fromEntries(NUMBERS.map((name) => [name, $(name).placeholder]));
 export const MOST_CONTINUED = 256; // tokens: models without a template seldom end
 let drafters = {}; // the server's, by method
 
@@ -13,10 +14,14 @@ export class FieldError extends Error {
   }
 }
 
-// `own` are the model's own settings; a model without any gets mild ones.
-export function offer(model, own) {
-  for (const name of NUMBERS) if (name in own) $(name).placeholder = own[name];
-  for (const [name, value] of Object.entries(Object.keys(own).length ? {} : MILD)) $(name).value ||= value;
+// A model without settings of its own gets mild ones.
+export function offer(model) {
+  for (const name of NUMBERS) $(name).placeholder = model.own[name] ?? placeholders[name];
+  const mild = Object.keys(model.own).length === 0;
+  for (const [name, value] of Object.entries(MILD)) {
+    if (mild) $(name).value ||= value;
+    else if ($(name).value === String(value)) $(name).value = ""; // of the model before
+  }
   drafters = model.speculative;
   $("method").replaceChildren(...[...Object.keys(drafters), "none"].map((name) => new Option(name, name)));
   offerLengths();
