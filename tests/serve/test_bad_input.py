@@ -1,5 +1,7 @@
 """What clients get wrong, what they must not be able to do, and what it costs the others: nothing."""
 
+import json
+import subprocess
 import threading
 
 import httpx2
@@ -159,12 +161,22 @@ def test_unknown_things(server):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", None])
-def test_a_body_that_does_not_say_it_is_json(server, kind):
-    """Pages of other sites can send text/plain without asking: it must not be taken for JSON. curl -d sends a form."""
-    headers = {} if kind is None else {"Content-Type": kind}
+@pytest.mark.parametrize("where", [{"Origin": "https://elsewhere.org"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_a_body_that_does_not_say_it_is_json(server, kind, where):
+    """Pages of other sites can send these without asking: they must not be taken for JSON."""
+    headers = where if kind is None else {"Content-Type": kind, **where}
     answer = server.http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
     check(answer, 400, "'Content-Type: application/json': it came " + (f"as {kind}" if kind else "without"))
     assert answer.json()["error"]["param"] is None
+
+
+def test_curl_needs_no_header(server):
+    body = json.dumps({"prompt": "a", "max_tokens": 4, "temperature": 0})
+    expected = server.post(COMPLETIONS, json.loads(body)).json()["choices"]
+    ran = subprocess.run(["curl", "-s", f"{server.url}{COMPLETIONS}", "-d", body], capture_output=True, check=True)
+    assert json.loads(ran.stdout)["choices"] == expected
+    answer = server.http.post(COMPLETIONS, content=body.encode(), headers={"Content-Type": "text/plain"})
+    check(answer, 400, "it came as text/plain")
 
 
 def test_a_body_that_is_no_object(server):

@@ -12,10 +12,24 @@ from forerun.serve.options import ServerOptions, checked_host, host_name, is_loo
 
 OPEN = ("/", "/health", "/live", "/metrics")
 """Paths that need no key, like the playground's files under /page/."""
+SAYS_NOTHING = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")
+"""Types of bodies that are JSON all the same: litellm sends the first two to Ollama, and ``curl -d`` the last."""
 
 
 def needs_key(path: str) -> bool:
     return path not in OPEN and not path.startswith("/page/")
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Returns the scope with a JSON body where the request does not say what it has, unless a browser sent it.
+
+    A page of another site can send such a body without asking. A browser then says where it came from.
+    """
+    headers = dict(scope["headers"])
+    if b"origin" in headers or b"sec-fetch-site" in headers or headers.get(b"content-type", b"") not in SAYS_NOTHING:
+        return scope
+    headers[b"content-type"] = b"application/json"
+    return {**scope, "headers": list(headers.items())}
 
 
 class Guard:
@@ -49,6 +63,7 @@ class Guard:
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
+        scope = _as_json(scope)
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
