@@ -24,7 +24,7 @@ TEMPLATE = (
 )
 """It refuses roles that it does not know."""
 HERMES = (
-    "{% for t in tools %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for t in tools or [] %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
     "{{ m.tool_calls | length if m.tool_calls }}\n{% endfor %}"
 )
 """It knows tools, in the Hermes models' form, and says little of them."""

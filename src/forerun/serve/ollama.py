@@ -223,12 +223,14 @@ class OllamaError(Answer):
 
 
 class OllamaCalled(Answer):
+    index: int
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaToolCall(Answer):
     id: str
+    index: int = Field(description="as in `function`: litellm looks for it here")
     function: OllamaCalled
 
 
@@ -381,11 +383,14 @@ class OllamaChatReply(Lines, ChatReply):
     def calls(self, *, last: bool) -> list[OllamaToolCall]:
         parser = self._parsers[0] if self.line is OllamaChatAnswer else None
         new = [call for call in parser.calls[self.sent :] if call.complete or last] if parser is not None else []
-        self.sent += len(new)
+        begin, self.sent = self.sent, self.sent + len(new)
         return [
-            OllamaToolCall(id=call.id, function=OllamaCalled(name=call.name, arguments=arguments_of(call.arguments)))
-            for call in new
-        ]
+            OllamaToolCall(
+                id=call.id, index=index,
+                function=OllamaCalled(index=index, name=call.name, arguments=arguments_of(call.arguments)),
+            )
+            for index, call in enumerate(new, begin)
+        ]  # fmt: skip
 
 
 class OllamaGenerateReply(OllamaChatReply):
@@ -469,7 +474,8 @@ def install(app: FastAPI, models: Models) -> None:
             parameters="\n".join(f"{names.get(name, name)} {value:g}" for name, value in facts.sampling.items()),
             template=template if isinstance(template, str) else "",
             model_info={
-                "general.architecture": details.family, f"{details.family}.context_length": facts.max_model_len,
+                "general.basename": facts.name, "general.architecture": details.family,
+                f"{details.family}.context_length": facts.max_model_len,
             },
         )  # fmt: skip
 
