@@ -238,6 +238,49 @@ def test_what_a_coding_agent_sends_is_taken(hermes, served):
         assert running.post(MESSAGES, {"messages": ASK, **GREEDY}).status_code == 200
 
 
+def test_a_coding_agents_session(hermes):
+    """A word to see that there is an answer, a call, its result: as Claude Code does it, by Anthropic's package."""
+    betas = ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"]
+    about = {key: CLAUDE_CODE[key] for key in ("system", "tools", "metadata", "thinking", "context_management")}
+    with client_of(hermes) as client:
+        api = client.beta.messages
+        word = api.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": "quota"}], betas=betas)
+        assert word.usage.output_tokens == 1
+        asked = {"role": "user", "content": CLAUDE_CODE["messages"][0]["content"]}
+        about |= {"model": "tiny", "max_tokens": 120, "betas": betas, **COLD}
+        wish = {"type": "tool", "name": "Bash", "disable_parallel_tool_use": True}
+        with api.stream(messages=[asked], **about, tool_choice=wish) as stream:
+            answer = stream.get_final_message()
+        (call,) = answer.content
+        assert (call.type, call.name) == ("tool_use", "Bash")
+        assert answer.stop_reason in ("tool_use", "max_tokens")  # a random model's command may have no end
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call.id,
+            "content": "a.py",
+            "cache_control": {"type": "ephemeral"},
+        }
+        history = [asked, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        with api.stream(messages=history, **about | {"max_tokens": 24}) as stream:
+            last = stream.get_final_message()
+        function = {"name": "Bash", "arguments": json.dumps(call.input)}
+        text = "\n".join(part["text"] for part in asked["content"])
+        theirs = [
+            {"role": "system", "content": "You are brief."}, {"role": "user", "content": text},
+            {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call.id, "content": "a.py"},
+        ]  # fmt: skip
+        bash = CLAUDE_CODE["tools"][0]
+        tool = {"name": "Bash", "description": "run", "parameters": bash["input_schema"]}
+        expected = chatted(hermes, theirs, tools=[{"type": "function", "function": tool}], enable_thinking=True)
+        assert "".join(block.text for block in last.content) == expected["choices"][0]["message"]["content"]
+        assert last.usage.cache_read_input_tokens > 0
+        counted = api.count_tokens(
+            model="tiny", messages=history, betas=betas, **{key: about[key] for key in ("system", "tools", "thinking")}
+        )
+        assert counted.input_tokens == last.usage.input_tokens + last.usage.cache_read_input_tokens
+
+
 @pytest.mark.parametrize(("wrong", "kind", "text"), [
     ({"model": "claude"}, anthropic.NotFoundError, "there is no model 'claude' here"),
     ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
