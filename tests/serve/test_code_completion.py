@@ -22,7 +22,7 @@ ASKED = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def coder(tmp_path_factory):
+def coder_folder(tmp_path_factory):
     """A random model with Qwen's tokens, in a byte-level vocabulary."""
     folder = tmp_path_factory.mktemp("coder")
     made = Tokenizer(BPE())
@@ -35,7 +35,12 @@ def coder(tmp_path_factory):
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
     tiny_llama(vocab_size=len(fast), eos_token_id=0).save_pretrained(folder)
     fast.save_pretrained(folder)
-    return LLM(str(folder), speculative_config={"method": "ngram"}, max_num_seqs=4, page_size=16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coder(coder_folder):
+    return LLM(str(coder_folder), speculative_config={"method": "ngram"}, max_num_seqs=4, page_size=16)
 
 
 def documented(coder, *texts):
