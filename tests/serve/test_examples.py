@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import run_server
+from test_code_completion import QWEN, coder_folder  # noqa: F401 - one is a fixture
 
 from forerun import LLM, SamplingParams, drafters
 from forerun.serve.app import ServerOptions
@@ -50,6 +51,16 @@ def test_without_a_server(run, name, chat_model):
         assert re.search(r"mean acceptance length \d", printed)
     if name == "chat":
         assert "What is a prime number?" in printed
+
+
+def test_completion_reads_what_is_after_the_cursor(run, coder_folder):  # noqa: F811
+    told = runpy.run_path(str(FILES["completion"]))
+    before, after = told["BEFORE"], told["AFTER"]
+    prefix, suffix, middle = QWEN[:3]
+    (expected,) = LLM(str(coder_folder), speculative_config=None).generate(
+        f"{prefix}{before}{suffix}{after}{middle}", told["LINE"], use_tqdm=False
+    )
+    assert run("completion", str(coder_folder)) == f"{before}{expected.outputs[0].text}{after}\n"
 
 
 @pytest.mark.slow
