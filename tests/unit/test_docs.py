@@ -1,7 +1,9 @@
 """What README and docs name is there: commands and their flags, files, and what is imported from the package."""
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import json
 import re
 import shlex
@@ -9,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from forerun import LLM
 from forerun.cli.chat import COMMANDS
 from forerun.cli.main import COMMANDS as OURS
 from forerun.cli.main import LAB, load, run
+from forerun.engine.config import EngineConfig
+from forerun.serve.schema import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -66,16 +71,37 @@ def test_commands_and_their_flags_exist(page):
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 
+def ours_beside_others(heading):
+    """The last cells of a table of ``coming_from.md``."""
+    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    _, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert len(rows) > 4
+    return [line.rstrip("| ").split("|")[-1] for line in rows]
+
+
 def test_our_commands_and_flags_beside_those_of_others_exist():
-    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
-    ours = "\n".join(line.rstrip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|"))
-    names = {line.split()[0] for line in commands(ours)}
+    told = "\n".join(ours_beside_others("Commands"))
+    names = {line.split()[0] for line in commands(told)}
     assert len(names) > 5
     assert names <= set(PROGRAMS)
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS))
-    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours))
-    assert len(flags) > 5
-    assert flags <= everywhere
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", told)) <= set().union(*(options(load(name)) for name in names))
+    flags = [re.findall(r"--[a-z][\w-]*", cell) for cell in ours_beside_others("Options of the server")]
+    assert sum(map(len, flags)) >= len(flags) - 1  # one row needs none
+    assert set().union(*flags) <= options(load("serve"))
+
+
+def test_our_fields_and_functions_beside_those_of_others_exist():
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    *named, same = ours_beside_others("Options of requests")
+    assert same.strip() == "the same"
+    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+    named.append(re.search(r"^\| (`temperature`.*?) \|", page, re.MULTILINE)[1])
+    for cell in named:
+        assert set(re.findall(r"`(\w+)`", cell)) <= fields, cell
+    options = {*inspect.signature(LLM.__init__).parameters, *(field.name for field in dataclasses.fields(EngineConfig))}
+    for cell in ours_beside_others("Python"):
+        assert all(hasattr(LLM, name) for name in re.findall(r"`llm\.(\w+)", cell)), cell
+        assert set(re.findall(r"(?:`|\()(\w+)=", cell)) <= options, cell
 
 
 @pytest.mark.parametrize("page", pages())
