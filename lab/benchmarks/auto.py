@@ -2,10 +2,10 @@
 
 ``python benchmarks/auto.py MODEL --out FILE.json``: both engines are in one process and answer every prompt in turns.
 FILE keeps each pair as soon as it is measured, and the same command goes on where it stopped; ``--seconds`` ends it
-early. ``--show`` prints the table. Prompts are pieces of Python's standard library and of its prose (licence texts,
-docstrings), a new one for each pair, so that nothing is in the prefix cache. ``--set`` takes a prompt set of the
-bench instead, as chats, with answers that end where the model ends them. ``--llama-server PROGRAM`` answers the same
-prompts by llama.cpp, plain and, with ``--draft FILE``, with that draft.
+early. ``--show`` prints the table; ``table.py`` writes README's. Prompts are pieces of Python's standard library and of
+its prose (licence texts, docstrings), a new one for each pair, so that nothing is in the prefix cache. ``--set`` takes
+prompt sets of the bench instead, as chats, with answers that end where the model ends them. ``--llama-server PROGRAM``
+answers the same prompts by llama.cpp, plain and, with ``--draft FILE``, with that draft.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ import inspect
 import json
 import pydoc_data.topics
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import date
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import torch
+from table import rate
 
 from forerun import LLM, SamplingParams
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
@@ -113,12 +117,15 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
     """What is measured, in order: what names it, the prompt, and how it is answered."""
     temperatures = [float(t) for t in options.temperatures.split(",")]
     if options.set:
-        for number, chat in enumerate(read_set(options.set, options.prompts_file)):
-            message = [{"role": "user", "content": chat.turns[0]}]
-            prompt = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-            for t in temperatures:
-                key = {"temperature": t, "prompt": options.set, "answer": int(options.answers), "number": number}
-                yield key, prompt, SamplingParams(temperature=t, seed=number, max_tokens=int(options.answers))
+        files = {HUMANEVAL: options.prompts_file}
+        sets = [[(name, chat) for chat in read_set(name, files.get(name))] for name in options.set]
+        for number, chats in enumerate(zip_longest(*sets)):
+            for name, chat in filter(None, chats):
+                message = [{"role": "user", "content": chat.turns[0]}]
+                prompt = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+                for t in temperatures:
+                    key = {"temperature": t, "prompt": name, "answer": int(options.answers), "number": number}
+                    yield key, prompt, SamplingParams(temperature=t, seed=number, max_tokens=int(options.answers))
         return
     cells = [
         (t, int(p), int(a))
@@ -133,11 +140,6 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
             prompt = [next(prompts) for _ in range(number + 1)][-1]
             key = {"temperature": temperature, "prompt": length, "answer": tokens, "number": number}
             yield key, prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
-
-
-def rate(result: dict[str, Any]) -> float:
-    """Tokens per second behind the first token."""
-    return (result["tokens"] - 1) / max(result["seconds"] - result["first"], 1e-9)
 
 
 def show(pairs: list[dict[str, Any]]) -> None:
@@ -165,8 +167,9 @@ def main() -> None:
     parser.add_argument("--answers", default=",".join(map(str, ANSWERS)))
     parser.add_argument(
         "--set",
+        action="append",
         choices=(CATEGORIES, CATEGORIES_SMALL, HUMANEVAL),
-        help="prompts of the bench instead; --answers is then one length",
+        help="prompts of the bench instead, of several sets in turns; --answers is then one length",
     )
     parser.add_argument("--prompts-file", type=Path, help="for --set humaneval: its wheel")
     parser.add_argument("--line", action="append", default=[], help="NAME=JSON: a speculative_config beside auto")
@@ -181,6 +184,7 @@ def main() -> None:
         show(kept["pairs"])
         return
     began = perf_counter()
+    kept |= {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
     kept |= {"model": options.model, "processor": processor(), "threads": options.threads}
     torch.set_num_threads(options.threads)
     common: dict[str, Any] = {"max_model_len": 2048}

@@ -1,7 +1,9 @@
 """The documentation: the site builds without a warning, and generated parts name all that there is."""
 
 import importlib.util
+import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +25,8 @@ WORDS = 25_300
 """Of README and docs together."""
 
 
-def of_docs(name):
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +36,7 @@ def of_docs(name):
 
 @pytest.fixture(scope="module")
 def generate():
-    return of_docs("generate")
+    return module_of(DOCS / "generate.py")
 
 
 @pytest.mark.slow
@@ -58,7 +60,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 def test_the_picture_is_of_an_answer(tmp_path):
     """The committed one has every colour; one that is made here has the answer's text. Neither loads anything."""
-    made = of_docs("picture")
+    made = module_of(DOCS / "picture.py")
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with LLM(save_chat_model(tmp_path), trace=True, speculative_config=drafts) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, stop="\n\n")
@@ -93,8 +95,8 @@ def test_generated_parts_name_all_that_there_is(generate):
 
 
 def test_every_mark_is_known_and_every_part_used(generate):
-    marks = [mark for page in DOCS.rglob("*.md") for mark in generate.MARK.findall(page.read_text(encoding="utf-8"))]
-    assert sorted(marks) == sorted(generate.PARTS)
+    marks = {mark for page in DOCS.rglob("*.md") for mark in generate.MARK.findall(page.read_text(encoding="utf-8"))}
+    assert marks == set(generate.PARTS)
 
 
 def test_where_is_it():
@@ -109,6 +111,30 @@ def test_where_is_it():
         ]
         for word in re.findall(r"`([^`]+)`", words):
             assert any(word in text for text in texts), (word, places)
+
+
+def test_the_table_of_auto_is_what_the_files_of_results_give(generate):
+    folder = ROOT / "lab" / "benchmarks"
+    table = module_of(folder / "table.py")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert table.written(readme) == readme, "run python lab/benchmarks/table.py"
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert table.table() in generate.filled(page)
+    for name in table.MODELS:
+        run = json.loads((folder / "results" / name).read_text(encoding="utf-8"))
+        assert {"command", "processor", "date", "threads"} <= run.keys()
+        for prompts, title in table.SETS.items():
+            line = next(line for line in readme.splitlines() if f"{table.MODELS[name].split()[0]}: {title} |" in line)
+            ratios = [
+                (pair["auto"]["tokens"] - 1)
+                / (pair["auto"]["seconds"] - pair["auto"]["first"])
+                / (pair["plain"]["tokens"] - 1)
+                * (pair["plain"]["seconds"] - pair["plain"]["first"])
+                for pair in run["pairs"]
+                if pair["prompt"] == prompts
+            ]
+            assert f"**{statistics.median(ratios):.2f} (" in line
+            assert f"| {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} |" in line
 
 
 def test_readme_and_docs_are_short():
