@@ -93,10 +93,11 @@ def write(folder, config, weights):
 class Dense:
     """The drafter in float64, without a cache."""
 
-    def __init__(self, target, weights, kind, *, theta=1000.0):
+    def __init__(self, target, weights, kind, *, theta=1000.0, window=None, causal=True):
+        """The first layer may have a sliding window."""
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.w = {name: tensor.double() for name, tensor in weights.items()}
-        self.kind, self.theta = kind, theta
+        self.kind, self.theta, self.window, self.causal = kind, theta, window, causal
 
     def rms(self, x, name):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.w[name]
@@ -136,14 +137,18 @@ class Dense:
         for i in range(LAYERS):
             name = f"layers.{i}.self_attn."
 
-            def attend(rows, name=name):
+            def attend(rows, name=name, i=i):
                 read = torch.cat([context, rows])
                 q = self.rms((rows @ w[f"{name}q_proj.weight"].T).view(-1, HEADS, WIDTH), f"{name}q_norm.weight")
                 k = self.rms((read @ w[f"{name}k_proj.weight"].T).view(-1, KV_HEADS, WIDTH), f"{name}k_norm.weight")
                 v = (read @ w[f"{name}v_proj.weight"].T).view(-1, KV_HEADS, WIDTH)
                 q, k = self.turn(q, at), self.turn(k, torch.arange(n + BLOCK))
                 k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-                weights = (torch.einsum("qhw,khw->hqk", q, k) / WIDTH**0.5).softmax(-1)
+                scores = torch.einsum("qhw,khw->hqk", q, k) / WIDTH**0.5
+                if i == 0 and self.window is not None:
+                    distance = at[:, None] - torch.arange(n + BLOCK)
+                    scores[:, (distance >= self.window) | (self.causal & (distance < 0))] = -torch.inf
+                weights = scores.softmax(-1)
                 return torch.einsum("hqk,khw->qhw", weights, v).flatten(1) @ w[f"{name}o_proj.weight"].T
 
             def feed(rows, i=i):
@@ -227,6 +232,41 @@ def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, m
         state = dense.states(tokens)[len(path) + (dense.kind not in FROM_ANCHOR)]
         expected = dense.logits(state, tokens[-1], *path).softmax(-1)
         torch.testing.assert_close(logits.double().softmax(-1), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "falls_back"), [(None, False), (False, True)])
+def test_layers_with_a_sliding_window(tiny_target, tmp_path, caplog, causal, falls_back):
+    """Such layers are causal unless the file says otherwise, which our kernel does not serve."""
+    target = Path(tiny_target)
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    config = config_of(target, "dflash", **types, **({} if causal is None else {"is_causal": causal}))
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
+    dense = Dense(target, weights, "dflash", window=4, causal=causal is None)
+    drafted, committed = draft(tiny_target, write(tmp_path / "d", config, weights))
+    assert drafted == dense.draft(committed, 4)
+    assert ("our kernel has no sliding window" in caplog.text) == falls_back
+
+
+def test_sequences_of_several_lengths_draft_side_by_side(tiny_target, tmp_path):
+    """Each sees its own context and block alone, in every round."""
+    target = Path(tiny_target)
+    config = config_of(target, "dflash")
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
+    dense = Dense(target, weights, "dflash")
+    spec = {"model": str(write(tmp_path / "d", config, weights)), "num_speculative_tokens": 3, "prefill_chunk": 4}
+    llm = LLM(tiny_target, speculative_config=spec, trace=True)
+    prompts = [PROMPT, PROMPT[4:], PROMPT[:2]]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 12, 5)]
+    for prompt, answer in zip(prompts, llm.generate(prompts, params)):
+        committed, drafts = list(prompt), 0
+        for entry in answer.outputs[0].trace:
+            if entry.drafted:
+                kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
+                drafted = kept + list(entry.rejected)
+                assert drafted == dense.draft(committed, len(drafted))
+                drafts += 1
+            committed += entry.tokens
+        assert drafts
 
 
 def test_a_confidence_head_ends_chains(tiny_target, tmp_path):

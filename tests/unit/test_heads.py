@@ -14,12 +14,11 @@ from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.block import ContextCache
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
 from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import MedusaHead
-from forerun_lab.drafters.parallel import ParallelHead
+from forerun_lab.drafters.parallel import ContextCache, ParallelHead
 from refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -84,7 +83,7 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
     drafted, committed = first_draft(tiny_target, config, PROMPT)
     saved = ParallelHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
-    features = saved.context(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
+    features = saved.feature(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
     count = features.shape[0]
     x = saved.rows(reference.get_input_embeddings()(torch.tensor(committed[-1:])), features[-1:])[0]
     for block in saved.blocks:

@@ -30,6 +30,8 @@ class Query:
     own position, the one before it for the position before."""
     sinks: torch.Tensor | None = None
     """[heads] float32, contiguous: each head's score of one more key, which has no value."""
+    causal: bool = True
+    """False: a row also sees the later rows of its span, which is no tree."""
 
 
 @dataclass(slots=True)

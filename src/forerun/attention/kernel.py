@@ -42,6 +42,8 @@ class AttentionPlan(Metadata):
     """Where each span's block table begins in the array of all."""
     cross_plan: AttentionPlan | None = None
     """For cross-attention to the sequences' sources, if they have any."""
+    both_ways: AttentionPlan | None = None
+    """What ``bidirectional`` returned."""
 
 
 class KernelAttention(Backend[AttentionPlan]):
@@ -89,6 +91,10 @@ class KernelAttention(Backend[AttentionPlan]):
     def run(self, query: Query, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         rows, heads, count = q.shape[0], q.shape[1], plan.batch.num_rows
+        if not query.causal:
+            if query.window is not None:
+                raise TypeError("the kernel has no sliding window for rows that see later rows")
+            plan = bidirectional(plan)
         bias, sinks = _address("a bias", query.bias, heads, 2), _address("sinks", query.sinks, heads, 1)
         reach = 0 if query.bias is None else query.bias.shape[1]
         sizes = structs.Heads(
@@ -154,6 +160,22 @@ def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> Atte
         ))  # fmt: skip
         tables.extend(pages)
     return _plan(batch, spans, tables, paths, entries, starts)
+
+
+def bidirectional(plan: AttentionPlan) -> AttentionPlan:
+    """The plan of a batch of chains whose rows see all rows of their span: to the kernel, trees where every row has
+    every row on its path."""
+    if plan.both_ways is None:
+        spans, paths, entries = array("q"), array("q"), array("q")
+        for span, offset, table in zip(plan.batch.spans, plan.batch.offsets, plan.table_starts):
+            before = span.start + span.stored
+            spans.extend(structs.SpanStruct(
+                first=offset, rows=span.count, base=before, before=before, table=table, paths=len(paths)
+            ))  # fmt: skip
+            paths.extend((len(entries), span.count) * span.count)
+            entries.extend(range(before, span.end))
+        plan.both_ways = _plan(plan.batch, spans, plan.arrays[1], paths, entries, plan.table_starts)
+    return plan.both_ways
 
 
 def _plan(

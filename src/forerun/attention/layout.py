@@ -37,7 +37,7 @@ class AttentionCall:
     """The first of consecutive pages, each of which holds all keys of a span; else block tables [spans, pages]."""
     tree: bool
     """Whether the mask comes from the span's parents."""
-    masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, bool, bool], torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -140,12 +140,15 @@ def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) 
 
 
 def chain_mask(
-    first_positions: list[int], rows: int, columns: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Additive [sequences, rows, columns] mask: a row sees the keys up to its own position, within ``window``."""
+    first_positions: list[int], rows: int, columns: int, window: int | None, dtype: torch.dtype, device: torch.device,
+    *, causal: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Additive [sequences, rows, columns] mask: a row sees the keys up to its own position, within ``window``; if not
+    ``causal``, up to the last row's."""
     positions = torch.tensor(first_positions, device=device)[:, None] + torch.arange(rows, device=device)
     distance = positions[..., None] - torch.arange(columns, device=device)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    hidden = (distance if causal else distance[:, -1:]) < 0
+    hidden = hidden.expand(distance.shape) if window is None else hidden | (distance >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, NEG_INF)
 
 

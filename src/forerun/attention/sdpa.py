@@ -48,9 +48,9 @@ class SdpaAttention(Backend[Layout]):
         """Additive mask, [folded rows, columns], [sequences, 1, folded rows, columns] or, with a bias, by heads; None:
         nothing is hidden. All folded rows of a single row share one mask row."""
         groups = 1 if call.count == 1 else groups
-        key = (groups, query.window, query.bias is not None)
+        key = (groups, query.window, query.bias is not None, query.causal)
         if key not in call.masks:
-            mask = self._make_mask(batch, call, groups, query.window)
+            mask = self._make_mask(batch, call, groups, query)
             call.masks[key] = mask if query.bias is None else self._biased(mask, query.bias, batch, call)
         return call.masks[key]
 
@@ -61,18 +61,19 @@ class SdpaAttention(Backend[Layout]):
         result = torch.stack([F.pad(part, (0, call.columns - part.shape[2], 0, spare)) for part in parts])
         return (result if mask is None else result + mask).to(self.pool.dtype)
 
-    def _make_mask(self, batch: Batch, call: AttentionCall, groups: int, window: int | None) -> torch.Tensor | None:
-        rows, columns, pool = call.count, call.columns, self.pool
+    def _make_mask(self, batch: Batch, call: AttentionCall, groups: int, query: Query) -> torch.Tensor | None:
+        rows, columns, window, pool = call.count, call.columns, query.window, self.pool
         if call.tree:
             mask = tree_mask(batch.spans[call.spans[0]], columns, window, pool.dtype).to(pool.device)
         elif (
-            rows == 1
+            (rows == 1 or not query.causal)
             and (window is None or window >= columns)
-            and all(at == columns - 1 for at in call.first_positions)
+            and all(at == columns - rows for at in call.first_positions)
         ):
             return None
         else:
-            mask = chain_mask(call.first_positions, rows, columns, window, pool.dtype, pool.device)[:, None]
+            first = call.first_positions
+            mask = chain_mask(first, rows, columns, window, pool.dtype, pool.device, causal=query.causal)[:, None]
         return mask if rows == 1 else repeat(mask, groups)
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, layout: Layout) -> torch.Tensor:

@@ -95,6 +95,8 @@ class TiledAttention(Backend[Parts]):
         return pages.to(self.pool.device), (entries % size).to(self.pool.device)
 
     def run(self, query: Query, parts: Parts) -> torch.Tensor:
+        if not query.causal:
+            raise TypeError(f"{type(self).__name__} does not show a row the rows after it")
         pool, count = self.pool, parts.batch.num_rows
         k, v = query.k[:count], query.v[:count]
         pool.write(query.layer, parts.slots, k, v)

@@ -70,13 +70,14 @@ def _entries(side, table, entry, inside, page_size, page_stride, head_offset, wi
 
 
 @triton.jit
-def _scores(query, k, place, position, scale, softcap, window):
-    """Scores of one block of keys, whose positions are ``place``; -inf where a row does not see a key."""
+def _scores(query, k, place, position, last, scale, softcap, window):
+    """Scores of one block of keys, whose positions are ``place``; -inf where a row does not see a key, such as one
+    after its ``last``."""
     score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
     if softcap > 0.0:
         ratio = tl.exp(2.0 * (score / softcap))
         score = softcap * (1.0 - 2.0 / (ratio + 1.0))
-    seen = place[None, :] <= position[:, None]
+    seen = place[None, :] <= last[:, None]
     if window > 0:
         seen = seen & (position[:, None] - place[None, :] < window)
     return tl.where(seen, score, float("-inf"))
@@ -107,14 +108,14 @@ def _clear(
 
 @triton.jit
 def _add_entries(
-    query, keys, values, table, entry, inside, place, position, running, weight, result, scale, softcap, window,
+    query, keys, values, table, entry, inside, place, position, last, running, weight, result, scale, softcap, window,
     page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output after the entries of one more block."""
     k = _entries(keys, table, entry, inside, page_size, page_stride_k, head_k, width, WIDTH)
     v = _entries(values, table, entry, inside, page_size, page_stride_v, head_v, value_width, VALUE_WIDTH)
-    return _add(_scores(query, k, place, position, scale, softcap, window), v, running, weight, result)
+    return _add(_scores(query, k, place, position, last, scale, softcap, window), v, running, weight, result)
 
 
 @triton.jit
@@ -130,9 +131,9 @@ def _add_nodes(
         node = tl.load(paths + node_row * path_stride + depth, mask=(depth >= 0) & (depth < path_stride), other=0)
         entry = tl.where(depth < 0, place, begin + node)
         best, total, sides = _add_entries(
-            query, keys, values, table, entry, place <= tl.load(positions + node_row), place, position, running, weight,
-            result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
-            WIDTH, VALUE_WIDTH,
+            query, keys, values, table, entry, place <= tl.load(positions + node_row), place, position, position,
+            running, weight, result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v,
+            width, value_width, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         mine = row == each
         running, weight = tl.where(mine, best, running), tl.where(mine, total, weight)
@@ -179,7 +180,7 @@ def _attend(
     page_stride_k, head_stride_k, page_stride_v, head_stride_v,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    TREES: tl.constexpr, SINKS: tl.constexpr,
+    TREES: tl.constexpr, SINKS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, if one begins at this row, one KV head, one split of the keys."""
     here, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -198,7 +199,10 @@ def _attend(
     at = base + tl.minimum(row, size - 1)
     query_head = head * GROUPS + tl.minimum(group, GROUPS - 1)
     position = tl.load(positions + at)
-    end = tl.max(position, 0) + 1
+    last = position
+    if not CAUSAL:
+        last = tl.full([ROWS * PADDED], 0, tl.int32) + tl.load(positions + base + size - 1)
+    end = tl.max(last, 0) + 1
     blocks = (end + KEYS - 1) // KEYS
     used = tl.minimum(blocks, SPLITS)
     if split >= used:
@@ -229,8 +233,8 @@ def _attend(
                 )  # fmt: skip
             else:
                 running, weight, result = _add_entries(
-                    query, keys, values, table, place, place < end, place, position, running, weight, result, scale,
-                    softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
+                    query, keys, values, table, place, place < end, place, position, last, running, weight, result,
+                    scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
                     WIDTH, VALUE_WIDTH,
                 )  # fmt: skip
         block += SPLITS
@@ -375,6 +379,6 @@ class TritonAttention(Backend[TritonTables]):
                 head_stride_v=strides[3], GROUPS=groups, PADDED=padded, ROWS=block, KEYS=KEYS, SPLITS=splits,
                 WIDTH=width, WIDTH_PADDED=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
                 VALUE_PADDED=max(16, triton.next_power_of_2(value_width)), TREES=sizes.nodes > 0,
-                SINKS=query.sinks is not None,
+                SINKS=query.sinks is not None, CAUSAL=query.causal,
             )  # fmt: skip
         return out

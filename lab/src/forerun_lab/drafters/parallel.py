@@ -7,7 +7,8 @@ states. Row i predicts the token i + 1 positions after the last committed one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from torch import nn
 
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
 from forerun_lab.drafters.block import BlockDrafter
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
+
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values [n, kv heads, width] of each layer."""
 
 
 class _Block(BlockLayer):
@@ -34,6 +39,29 @@ class _Block(BlockLayer):
     def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = x + self.o_proj(attend(self.norm(x)))
         return x + self.mlp(self.norm_mlp(x))
+
+    def attend(
+        self, normed: torch.Tensor, positions: torch.Tensor, caches: Sequence[ContextCache], index: int
+    ) -> torch.Tensor:
+        """Attention of each sequence's block over its cached context and itself.
+
+        Args:
+            normed: rows [sequences, rows, hidden size] at ``positions`` int64 [sequences, rows].
+            caches: the context of each sequence.
+            index: of this layer.
+
+        Returns:
+            [sequences, rows, heads * width].
+        """
+        q, (own_k, own_v) = self.queries(normed, positions), self.keys(normed, positions)
+        count, rows, groups = *q.shape[:2], self.heads // self.kv_heads
+        folded = q.view(count, rows, -1, groups, self.width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        parts = []
+        for own_q, k, v, cache in zip(folded, own_k, own_v, caches, strict=True):
+            cache.write(index, k, v)
+            parts.append(F.scaled_dot_product_attention(own_q[None], *cache.read(index, rows)))
+        out = torch.cat(parts).view(count, -1, groups, rows, self.width)
+        return out.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 class ParallelHead(BlockHead):
@@ -56,8 +84,8 @@ class ParallelHead(BlockHead):
         self.norm = Norm(size)
         self.make_lm_head()
 
-    def context(self, features: torch.Tensor) -> torch.Tensor:
-        return self.norm_context(self.fuse(features))
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm_context(self.fuse(hidden))
 
     def rows(self, embedded: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
         """Input blocks [n, depth, hidden size]: the last token's embedding and the mask tokens, each with the newest
@@ -74,6 +102,70 @@ class ParallelHead(BlockHead):
         offsets = context - positions[..., :1]
         mask = F.pad((offsets < 0) & (offsets >= -self.window), (0, self.block_size), value=True)
         return mask[..., None, :].expand(*positions.shape, -1)
+
+    def add_context(
+        self, caches: dict[int, ContextCache], sequence: RequestState, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Caches keys and values of newly read tokens with the target's ``hidden`` states; returns their features."""
+        features = self.feature(hidden if self.window is None else hidden[-self.window :])
+        end = sequence.num_computed_tokens
+        positions = torch.arange(end - len(features), end, device=hidden.device)
+        pairs = [block.keys(features, positions) for block in self.each_block()]
+        if sequence.id not in caches:
+            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window, end - len(features))
+        caches[sequence.id].add(pairs)
+        return features
+
+    def run_blocks(self, x: torch.Tensor, sequences: Requests, caches: Mapping[int, ContextCache]) -> torch.Tensor:
+        """States [sequences, block, hidden size], before the final norm, of input blocks ``x``. Their first rows are
+        the last tokens of ``sequences``."""
+        starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=x.device)
+        positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+        own = [caches[sequence.id] for sequence in sequences]
+        for index, block in enumerate(self.each_block()):
+            x = block(x, partial(block.attend, positions=positions, caches=own, index=index))
+        return x
+
+
+class ContextCache:
+    """Keys and values of one sequence's context, contiguous for every layer, of all tokens or the newest ``window``.
+    They lie before ``end``; after it there is space for the ``spare`` rows of a block. ``first`` is the position of the
+    first of all tokens."""
+
+    def __init__(self, like: Pairs, spare: int, window: int | None = None, first: int = 0) -> None:
+        kv_heads, width = like[0][0].shape[1:]
+        self.window, self.spare, self.first, self.end = window, spare, first, 0
+        shape = (len(like), kv_heads, 0 if window is None else 2 * window + spare, width)
+        self.keys, self.values = (like[0][0].new_zeros(shape) for _ in range(2))
+
+    def add(self, pairs: Pairs) -> None:
+        """Appends keys and values; of a window, drops the oldest when the space is full."""
+        count = len(pairs[0][0]) if self.window is None else min(len(pairs[0][0]), self.window)
+        missing = self.end + count + self.spare - self.keys.shape[2]
+        if missing > 0 and self.window is None:
+            more = missing + self.end + count + self.spare
+            self.keys, self.values = (F.pad(side, (0, 0, 0, more)) for side in (self.keys, self.values))
+        elif missing > 0 and self.window is not None:
+            kept = self.window - count
+            for side in (self.keys, self.values):
+                side[:, :, :kept] = side[:, :, self.end - kept : self.end].clone()
+            self.end = kept
+        for index, (k, v) in enumerate(pairs):
+            if count < len(k):
+                k, v = k[-count:], v[-count:]
+            self.write(index, k, v)
+        self.end += count
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes [n, kv heads, width] after the context of a layer; ``end`` stays."""
+        after = self.end + k.shape[0]
+        self.keys[index, :, self.end : after] = k.transpose(0, 1)
+        self.values[index, :, self.end : after] = v.transpose(0, 1)
+
+    def read(self, index: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer's context and the ``own`` rows after it, [1, kv heads, n, width] each."""
+        first, end = 0 if self.window is None else max(0, self.end - self.window), self.end + own
+        return self.keys[index, None, :, first:end], self.values[index, None, :, first:end]
 
 
 class Parallel(BlockDrafter):

@@ -44,19 +44,20 @@ OUTER = ("eh_proj", "enorm", "hnorm", "norm")
 MIMO = "mtp_layers"
 """In names of MiMo, whose ``eh_proj`` reads the hidden state first."""
 PATTERNS = (
-    r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", rf"(?:model\.)?{MIMO}\.0\.(.*)",
+    r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.{m}\.)?(.*)", rf"(?:model\.)?{MIMO}\.{{m}}\.(.*)",
     r"(?:model\.)?(?:language_model\.)?layers\.{n}\.(.*)", r"blk\.{n}\.(.*)",
 )  # fmt: skip
-"""Patterns of the layer's tensor names; ``{n}`` is the number of the target's own layers."""
+"""Patterns of a module's tensor names; ``{m}`` is its number, ``{n}`` that plus the number of the target's layers."""
 IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.weight", "rotary_emb.inv_freq")
 """Copies of the target's embedding and output layer."""
 FURTHER_LAYERS = re.compile(r"layers\.\d+\.")
 
 
-def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
-    """The layer's tensors: the names that ``mtp_spec`` describes, or GGUF's for them, by a file's. Empty if there is no
-    such layer."""
-    patterns = [re.compile(pattern.replace("{n}", str(num_layers))) for pattern in PATTERNS]
+def mtp_names(names: Iterable[str], num_layers: int, module: int = 0) -> dict[str, str]:
+    """A module's tensors: the names that ``mtp_spec`` describes, or GGUF's for them, by a file's. Empty if there is no
+    such module. Qwen's share all but the decoder layer."""
+    numbers = {"{m}": str(module), "{n}": str(num_layers + module)}
+    patterns = [re.compile(re.sub(r"\{[mn]\}", lambda found: numbers[found[0]], pattern)) for pattern in PATTERNS]
     result: dict[str, str] = {}
     for name in names:
         match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
@@ -70,7 +71,8 @@ def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
         result[name] = f"model.{stem}.{kind}" if stem in OUTER else f"model.layers.0.{stem}.{kind}".replace("..", ".")
     mix = MTP_INPUT.mix
     assert mix is not None
-    return result if {f"{mix.checkpoint}.weight", f"{mix.gguf}.weight"} & {*result.values()} else {}
+    mixes = {f"{mix.checkpoint}.weight", f"{mix.gguf}.weight"} & {*result.values()}
+    return result if mixes and any(own.startswith(("model.layers.0.", "blk.0.")) for own in result.values()) else {}
 
 
 def gguf_names(architecture: Architecture) -> dict[str, str]:
@@ -130,7 +132,7 @@ def _plain(config: Any) -> Any:
 
 
 def llama_config(**sizes: Any) -> Any:
-    """The config of one layer of a Llama without biases."""
+    """The config of a Llama without biases, of one layer unless ``sizes`` say more."""
     if sizes["rope_parameters"].get("rope_type", "default") == "default":
         kind: Any = CachedConfig
     else:  # whose frequencies transformers computes, of a config of its own
@@ -138,8 +140,8 @@ def llama_config(**sizes: Any) -> Any:
 
         kind = LlamaConfig
     return kind(
-        model_type=LLAMA.model_type, hidden_act="silu", num_hidden_layers=1, attention_bias=False, mlp_bias=False,
-        **sizes,
+        model_type=LLAMA.model_type, hidden_act="silu", attention_bias=False, mlp_bias=False,
+        **{"num_hidden_layers": 1, **sizes},
     )  # fmt: skip
 
 
@@ -154,6 +156,8 @@ def mtp_example(config: Any) -> dict[str, torch.Tensor]:
     return result
 
 
+HEAD_ATTENTION = Attention(qkv=(Name("q_proj", ""), Name("k_proj", ""), Name("v_proj", "")), out=Name("o_proj", ""))
+"""As trained heads name it."""
 EAGLE_NORM = Name("hidden_norm", "")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Numbers of Llama 3's scaling of rotary frequencies."""
@@ -164,17 +168,32 @@ def eagle(*, mixed: bool, normed: bool) -> Architecture:
     norms = Norms(before_attention=None if normed else EAGLE_NORM, token=None if mixed else Name("input_layernorm", ""))
     given = DraftInput(mix=Name("mix", "") if mixed else None, norm_given=EAGLE_NORM if normed else None)
     return replace(
-        LLAMA, causal="EAGLE-3", norms=norms, norm=Name("norm", ""), layers=Name("layers", ""), draft_input=given
+        LLAMA, causal="EAGLE-3", norms=norms, norm=Name("norm", ""), layers=Name("layers", ""), draft_input=given,
+        attention=HEAD_ATTENTION,
     )  # fmt: skip
 
 
-def eagle_config(sizes: Any, options: Mapping[str, Any]) -> Any:
-    """The layer's config, of a head's sizes and options."""
+def dflash(config: Any, options: Mapping[str, Any]) -> Spec:
+    """The spec of DFlash's layers, of a head's ``options``."""
+    norms = Norms(query=Name("q_norm", ""), key=Name("k_norm", ""))
+    names = [Name(f"{part}_conv", "") for part in ("attention", "mlp")]
+    given = DraftInput(context=True, convolutions=None if options["group"] is None else (names[0], names[1]))
+    spec = bind(config, replace(
+        LLAMA, causal="DFlash", norms=norms, norm=Name("norm", ""), layers=Name("blocks", ""), draft_input=given,
+        attention=HEAD_ATTENTION,
+    ))  # fmt: skip
+    windows, causal = (options[name] or [None] * len(spec.layers) for name in ("windows", "causal"))
+    layers = zip(spec.layers, windows, causal, strict=True)
+    return replace(spec, layers=tuple(replace(each, window=w, causal=bool(c)) for each, w, c in layers))
+
+
+def head_config(sizes: Any, options: Mapping[str, Any]) -> Any:
+    """The layers' config, of a head's sizes and options."""
     rope = {"rope_type": "default", "rope_theta": options["theta"]}
     if options.get("stretch"):
         rope |= {"rope_type": "llama3", **dict(zip(LLAMA3, options["stretch"]))}
     return llama_config(
         hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, intermediate_size=options["inner_size"],
         num_attention_heads=options["heads"], num_key_value_heads=options["kv_heads"], head_dim=options["width"],
-        rms_norm_eps=options["eps"], rope_parameters=rope,
+        rms_norm_eps=options["eps"], rope_parameters=rope, num_hidden_layers=options.get("blocks", 1),
     )  # fmt: skip

@@ -82,6 +82,8 @@ class LayerSpec:
     """The layer whose keys and values are read; None: its own."""
     key_is_value: bool = False
     """One projection makes keys and values."""
+    causal: bool = True
+    """False: a row also sees later rows of its span."""
 
 
 @dataclass(frozen=True, slots=True)

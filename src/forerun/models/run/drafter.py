@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from forerun.attention.base import Attention
-from forerun.attention.kernel import KernelAttention, can_attend
+from forerun.attention.base import Attention, Metadata
+from forerun.attention.kernel import KernelAttention, bidirectional, can_attend
+from forerun.attention.layout import new_slots
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.inference import inference
 from forerun.models.architectures.spec import Spec
 from forerun.models.formats import choose
 from forerun.models.formats.base import Format, Linear
-from forerun.models.run.base import Model
+from forerun.models.run.base import Model, attention_over
 from forerun.models.run.fused import Decoder, Fused
 from forerun.models.run.layer import Builder
-from forerun.models.run.native import NativeModel
+from forerun.models.run.native import NativeModel, Pass
 from forerun.models.weights.layout import Maker
 from forerun.models.weights.transform import Weights
+
+log = logging.getLogger("forerun")
 
 
 class DraftDecoder(NativeModel):
@@ -32,14 +38,15 @@ class DraftDecoder(NativeModel):
         config: that of ``spec``.
         form: what its weights are quantized to; None: they stay as they are.
         outputs: int64, ascending: the tokens that an output layer of its own predicts; None: all of its rows.
+        other: a drafter that has the same output layer; None: ``weights`` and ``outputs`` say which it has.
     """
 
     def __init__(
         self, target: Model, config: Any, spec: Spec, weights: Weights, form: Format | None = None,
-        outputs: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None, other: DraftDecoder | None = None,
     ) -> None:  # fmt: skip
         info = target.info
-        self.spec, self.team, self.target = spec, None, target
+        self.spec, self.team, self.target, self.other = spec, None, target, other
         self.dtype, self.device, self.invariant, self.routes = info.dtype, info.device, False, False
         how = choose(self.dtype, self.device, "auto")
         self._kernels = how == "streamed"
@@ -51,7 +58,17 @@ class DraftDecoder(NativeModel):
             info, architecture=spec.architecture.causal, num_layers=len(self._layers), state_shapes=(), encoder=None,
             kv_shapes=tuple(spec.kv_shape(index) for index in range(len(self._layers))), mixture=None, outputs=None,
         )  # fmt: skip
+        self._causal = self._layers[0].causal
         self.fused, self.ranges, self.graphs = self._compile(), None, None
+
+    def attention(self, pool: Pool) -> Attention:
+        """The attention for it on this machine."""
+        result = attention_over(self, pool)
+        both_ways = any(layer.window is not None and not layer.causal for layer in self._layers)
+        if both_ways and isinstance(result, KernelAttention):
+            log.warning("the drafter's attention runs in torch: our kernel has no sliding window without causality")
+            return SdpaAttention(pool)
+        return result
 
     def _build_ends(self, builder: Builder, outputs: torch.Tensor | None) -> None:
         given, maker, name = self.spec.architecture.draft_input, builder.maker, self.spec.architecture.head.checkpoint
@@ -62,14 +79,22 @@ class DraftDecoder(NativeModel):
         self.owns_head = f"{name}.weight" in maker.weights
         self._head: Any = None
         self._num_logits = self.target.info.vocab_size
-        if self.owns_head:
+        if self.other is not None:
+            self.owns_head, self._head, self._num_logits = (
+                self.other.owns_head,
+                self.other._head,
+                self.other._num_logits,
+            )
+        elif self.owns_head:
             self._head = maker.linear(name, order=[] if outputs is None else [lambda rows: rows[outputs]])
             self._num_logits = maker.weights.values(f"{name}.weight").shape[0] if outputs is None else len(outputs)
         self._mix = None if given.mix is None else maker.linear(given.mix.checkpoint)
+        self._context = builder.context() if given.context else None
 
     def _compile(self) -> Fused | None:
         whole = self.target.fused
-        if whole is None:
+        mixed = len({layer.causal for layer in self._layers}) > 1  # which have plans of their own
+        if whole is None or mixed or any(layer.convolutions is not None for layer in self._layers):
             return None
         spec, head, target = self.spec, self._head, whole.decoder
         if not self.owns_head:
@@ -92,8 +117,35 @@ class DraftDecoder(NativeModel):
         """Logits over the tokens of the output layer. ``hidden`` may ask for ``RAW``: the last layer's output, of rows
         with logits."""
         if self.fused is not None and isinstance(attention, KernelAttention):
-            return self.fused(batch, attention, batch.embeds)
+            plan = None if self._causal else bidirectional(attention.begin(batch))
+            return self.fused(batch, attention, batch.embeds, plan)
         return self.feed(batch, attention)
+
+    @inference
+    def read_context(self, batch: Batch, attention: Attention, rows: torch.Tensor) -> None:
+        """Stores keys and values of given ``rows`` [rows, hidden size], which are the batch's, in all layers."""
+        assert self._context is not None
+        (project, norm, rotary), pool, heads = self._context, attention.pool, self.spec.kv_heads
+        for span in batch.spans:
+            pool.reserve(span.key, span.end)
+        sides = project(rows.to(self.dtype)).unflatten(1, (2, len(self._layers) * heads, self.spec.head_dim))
+        k, v = sides.unbind(1)
+        k, slots = rotary.apply_rotary(k if norm is None else norm(k), rotary.angles(batch)), new_slots(pool, batch)
+        for index, (own_k, own_v) in enumerate(zip(k.split(heads, 1), v.split(heads, 1))):
+            pool.write(index, slots, own_k, own_v)
+        attention.finish(Metadata(batch))
+
+    def _run(self, index: int, x: torch.Tensor, kept: torch.Tensor | None, run: Pass) -> torch.Tensor:
+        layer, batch = self._layers[index], run.metadata.batch
+        if layer.convolutions is None:
+            return super()._run(index, x, kept, run)
+        (attention, mlp), block = layer.convolutions, batch.spans[0].count
+        rows, weights = attention.enter(layer.norm_attention(x), block)
+        rows = layer.out(self._attend(layer, index, layer.qkv(rows), run))
+        x = x + attention.leave(rows, weights, block)
+        rows, weights = mlp.enter(layer.norm_mlp(x), block)
+        x = x + mlp.leave(layer.down(layer.activation(layer.gate_up(rows))), weights, block)
+        return x if kept is None else x.index_select(0, kept)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         given = batch.embeds

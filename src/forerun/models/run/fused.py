@@ -266,10 +266,13 @@ class Fused:
         per_layer = 0 if table is None else table.table.width
         return self.hidden, inputs, outputs, attended, mixed, latent, 2 * inner, inner, per_layer
 
-    def __call__(self, batch: Batch, attention: KernelAttention, given: torch.Tensor | None = None) -> Output:
-        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden] is the first layer's input. Raises
-        IndexError for a token without an embedding."""
-        call = self.prepare(batch, attention, given)
+    def __call__(
+        self, batch: Batch, attention: KernelAttention, given: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+    ) -> Output:  # fmt: skip
+        """Logits and hidden states as ``Model.forward``; ``given`` and ``plan`` as for ``prepare``. Raises IndexError
+        for a token without an embedding."""
+        call = self.prepare(batch, attention, given, plan=plan)
         self.call(*self.addresses, call.address)
         attention.finish(call.plan)
         if attention.states is not None and call.replay is not None:

@@ -19,7 +19,7 @@ from forerun.models.formats.compiled import Compiled
 from forerun.models.ranks.team import OverAll, Summed, Team
 from forerun.models.run import recurrent
 from forerun.models.run.experts import Expert, Experts
-from forerun.models.run.parts import Function, KernelEach, KernelNorm, make_norm
+from forerun.models.run.parts import BlockConvolution, Function, KernelEach, KernelNorm, make_norm
 from forerun.models.run.rotary import Rotary
 from forerun.models.weights.layout import Embedding, Maker, Order
 
@@ -158,6 +158,8 @@ class Layer:
     """A mixer with state, in place of attention or beside it."""
     mixer_in: Any = None
     mixer_out: Any = None
+    convolutions: tuple[Any, Any] | None = None
+    """``parts.BlockConvolution`` around attention and around the MLP."""
     norm_mlp: Any = None
     gate_up: Any = None
     activation: Any = None
@@ -184,6 +186,7 @@ class Layer:
     rotary: str | None = ALL
     """The name of the rotary table; None: no rotary embedding."""
     window: int | None = None
+    causal: bool = True
     gated: bool = False
     sinks: torch.Tensor | None = None
     """[heads] float32, as in ``attention.base.Query``."""
@@ -207,7 +210,7 @@ class Layer:
     def fuse(self, activation: str, *, parallel: bool) -> None:
         """Moves norms and the ``activation`` into the linear layers beside them that compute these too, as those of
         GPUs do. With ``parallel`` attention and MLP share a norm."""
-        if not parallel:
+        if not parallel and self.convolutions is None:
             if self.mixer is None and self.norm_token is None and _absorb(self.qkv, norm=self.norm_attention):
                 self.norm_attention = None
             if self.experts is None and _absorb(self.gate_up, norm=self.norm_mlp):
@@ -269,6 +272,7 @@ class Builder:
             after_mlp=self._outer_norm(norms.after_mlp),
             rotary=spec.rotary,
             window=spec.window,
+            causal=spec.causal,
             kv_heads=self.spec.kv_heads if spec.heads is None else spec.heads[0],
             head_dim=sizes.head_dim,
             kv_source=spec.kv_source,
@@ -287,9 +291,32 @@ class Builder:
         if self.spec.per_layer_width and (names := architecture.per_layer) is not None:
             layer.per_layer_gate, layer.per_layer_out = self._linear(names.gate), self._linear(names.out)
             layer.after_inputs = self._outer_norm(names.after)
+        if architecture.draft_input is not None and (convolutions := architecture.draft_input.convolutions) is not None:
+            around, beside = map(self._convolution, convolutions)
+            layer.convolutions = around, beside
         if architecture.layer_scale is not None:
             layer.scale = self.maker.number(self._at(architecture.layer_scale))
         return layer
+
+    def context(self) -> tuple[Linear, Any, Rotary]:
+        """A projection of rows to the keys of all layers and then the values, these keys' norm, and their rotary
+        embedding."""
+        names, key, sizes = self.spec.architecture.attention.qkv, self.spec.architecture.norms.key, self.spec
+        rotary, layers = self.rotaries[sizes.rotaries[0]], range(len(sizes.layers))
+        prefixes = [f"{sizes.architecture.layers.checkpoint}.{index}." for index in layers]
+        order = [lambda rows: rotary.arrange_rows(rows, sizes.kv_heads), None]
+        project = self.maker.linear(
+            *(f"{prefix}{name.checkpoint}" for name in names[1:] for prefix in prefixes),
+            order=[each for each in order for _ in layers],
+        )
+        if key is None:
+            return project, None, rotary
+        weights = [rotary.arrange(self._norm_weight(f"{prefix}{key.checkpoint}")) for prefix in prefixes]
+        return project, self._norm(torch.stack(weights).repeat_interleave(sizes.kv_heads, 0)), rotary
+
+    def _convolution(self, name: Name) -> BlockConvolution:
+        base = self.maker.numbers(f"{self._at(name)}.base_kernel").to(self.maker.dtype)
+        return BlockConvolution(base, self.maker.linear(f"{self._at(name)}.kernel_projection"))
 
     def _at(self, name: Name) -> str:
         return f"{self.prefix}.{name.checkpoint}"

@@ -452,7 +452,8 @@ class NativeModel(TiledModel):
             index = layer.kv_source
             k, v = run.kv[index]
         q = self._scale_query(q, run.metadata.batch)
-        query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
+        sizes = self.spec.scale, layer.window, self.spec.softcap
+        query = Query(index, q, k, v, *sizes, sinks=layer.sinks, causal=layer.causal)
         out = run.attention.run(query, run.metadata)
         return out if gate is None else self._gate(gate, out[: len(gate)])
 

@@ -120,6 +120,31 @@ def make_gate(
     return partial(gate, activation=(STEADY if invariant else FAST)[activation], gated=gated)
 
 
+class BlockConvolution:
+    """A convolution over two rows of a block, the row and the one before it, as DFlash2 has them before and after a
+    part of a layer. Its weights are ``base`` [2, 2, size] plus a projection of the row, shared by groups of channels.
+    Rows are [blocks * block, size]."""
+
+    TAPS = 2
+
+    def __init__(self, base: torch.Tensor, projection: Any) -> None:
+        self.base, self.projection = base, projection
+
+    def enter(self, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part's input rows, and the weights for ``leave``."""
+        dynamic = self.projection(x).unflatten(1, (2, self.TAPS, -1))
+        return self._convolve(x, dynamic[:, 0], self.base[0], block), dynamic[:, 1]
+
+    def leave(self, x: torch.Tensor, dynamic: torch.Tensor, block: int) -> torch.Tensor:
+        return self._convolve(x, dynamic, self.base[1], block)
+
+    @staticmethod
+    def _convolve(x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
+        previous = F.pad(x.unflatten(0, (-1, block))[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
+        weights = dynamic.repeat_interleave(x.shape[1] // dynamic.shape[2], dim=2) + base
+        return weights[:, 0] * x + weights[:, 1] * previous
+
+
 class KernelNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; weight [width], or [heads,
     width] for x [rows, heads, width]. With ``shift`` a layer norm: x less its mean, and the shift is added."""

@@ -34,9 +34,9 @@ class HeadConfig(DrafterConfig):
     """Train the head while it serves: true, or a mapping of options (every, share, window, batch, buffer_tokens, lr,
     save). The tokens stay the same."""
     quantization: str | None = None
-    """Quantization of the head's own output layer, and of the decoder layer of eagle and mtp, where our CPU kernels run
-    them: int8_rows, or a block format of GGUF files such as q8_0, which also applies to eagle's projection of the
-    target's states. None or none: no quantization."""
+    """Quantization of the head's own output layer, and of the decoder layers of eagle, mtp and dflash, where our CPU
+    kernels run them: int8_rows, or a block format of GGUF files such as q8_0, which also applies to the projection of
+    the target's states. None or none: no quantization."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

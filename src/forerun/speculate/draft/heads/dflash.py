@@ -22,26 +22,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.batch import Batch, Span
 from forerun.core.config import Within
 from forerun.core.errors import ConfigError, ModelError, shown
-from forerun.core.inference import inference
-from forerun.core.request import Requests, RequestState
+from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
+from forerun.models.architectures.drafters import dflash, head_config
+from forerun.models.architectures.spec import Spec
 from forerun.models.files.checkpoint import CONFIG
+from forerun.models.run.parts import BlockConvolution
 from forerun.models.weights.gguf_drafters import read_drafter
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache
+from forerun.speculate.draft.chain import FEEDS_NORMED
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
-from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
+from forerun.speculate.draft.levels import Frontier, grow
 
 DEFAULTS: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
     "from_anchor": False, "windows": None, "causal": None, "group": None, "selector": None, "markov": None,
     "confidence": None, "biased": False, "domino": None,
 }  # fmt: skip
-TAPS = 2
-"""Rows of a convolution: its own and the one before."""
 CANDIDATES = 16
 DOMINO = {"prefix_gru.weight_ih_l0": "domino.gru.weight_ih", "prefix_gru.weight_hh_l0": "domino.gru.weight_hh",
           "embed_proj.0.": "domino.enter.", "embed_proj.2.": "domino.leave."}  # fmt: skip
@@ -53,54 +55,38 @@ COPIES = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weigh
 """Copies of the target's weights."""
 
 
-class BlockConvolution(nn.Module):
-    """Convolution over two rows, before and after a layer's part (attention or feed-forward). Its weights are a base
-    plus a projection of the row, shared by ``group`` channels."""
+class _Convolution(nn.Module):
+    """Weights of ``parts.BlockConvolution``, each shared by ``group`` channels."""
 
     def __init__(self, size: int, group: int) -> None:
         super().__init__()
-        self.group = group
-        self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, size))
+        self.base_kernel = nn.Parameter(torch.zeros(2, BlockConvolution.TAPS, size))
         nn.init.ones_(self.base_kernel[:, 0])
-        self.kernel_projection = nn.Linear(size, 2 * TAPS * (size // group), bias=False)
+        self.kernel_projection = nn.Linear(size, 2 * BlockConvolution.TAPS * (size // group), bias=False)
 
-    def enter(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part's input rows [..., block, hidden size], and the weights for ``leave``."""
-        dynamic = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
-        return self._convolve(x, dynamic[..., 0, :, :], self.base_kernel[0]), dynamic[..., 1, :, :]
-
-    def leave(self, x: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
-        return self._convolve(x, dynamic, self.base_kernel[1])
-
-    def _convolve(self, x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))
-        weights = dynamic.repeat_interleave(self.group, dim=-1) + base
-        return weights[..., 0, :] * x + weights[..., 1, :] * previous
+    def forward(self, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``part`` of rows [..., block, hidden size], between the two convolutions."""
+        convolution, block = BlockConvolution(self.base_kernel, self.kernel_projection), x.shape[-2]
+        rows, weights = convolution.enter(x.flatten(0, -2), block)
+        return convolution.leave(part(rows.view(x.shape)).flatten(0, -2), weights, block).view(x.shape)
 
 
 class _DFlashBlock(BlockLayer):
     """One layer: attention over context and block, then a feed-forward layer."""
 
     def __init__(self, size: int, options: Mapping[str, Any]) -> None:
-        eps = options["eps"]
+        eps, group = options["eps"], options["group"]
         super().__init__(size, options, eps=eps, biased=options["biased"])
         self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
-        group = options["group"]
-        self.attention_conv = None if group is None else BlockConvolution(size, group)
-        self.mlp_conv = None if group is None else BlockConvolution(size, group)
+        self.attention_conv, self.mlp_conv = (None if group is None else _Convolution(size, group) for _ in range(2))
 
     def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = x + self._within(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
-        return x + self._within(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+        def within(convolution: Any, rows: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            result: torch.Tensor = part(rows) if convolution is None else convolution(rows, part)
+            return result
 
-    @staticmethod
-    def _within(
-        convolution: BlockConvolution | None, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        if convolution is None:
-            return part(x)
-        x, dynamic = convolution.enter(x)
-        return convolution.leave(part(x), dynamic)
+        x = x + within(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
+        return x + within(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
 
 class Selector(nn.Module):
@@ -142,6 +128,7 @@ class DFlashHead(BlockHead):
 
     method = "dflash"
     quantizes = True
+    feeds = FEEDS_NORMED
     options_known = frozenset(DEFAULTS) | {"layers", "own_head", "draft_vocab_size"}
 
     def __init__(self, sizes: Sizes) -> None:
@@ -165,12 +152,14 @@ class DFlashHead(BlockHead):
     def block_size(self) -> int:
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
 
-    @property
-    def needs_mask(self) -> bool:
-        return bool(self.options["windows"]) or any(self.options["causal"] or ())
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_norm(self.fc(hidden))
 
-    def context(self, features: torch.Tensor) -> torch.Tensor:
-        return self.hidden_norm(self.fc(features))
+    def described(self) -> tuple[Any, Spec, dict[str, torch.Tensor]]:
+        """Config, spec and weights of the layers, the final norm, and the output layer if it has its own."""
+        config, kept = head_config(self.sizes, self.options), ("blocks.", "norm.", "lm_head.")
+        tensors = {name: each.detach() for name, each in self.named_parameters() if name.startswith(kept)}
+        return config, dflash(config, self.options), tensors
 
     def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         windows, causal = self.options["windows"], self.options["causal"]
@@ -308,10 +297,9 @@ def _options(
         options["confidence"] = "markov" if reads > size else "plain"
     if "layers.0.attention_conv.base_kernel" in weights:
         options["group"] = keys.get("conv_group_size", CANDIDATES)
-        if keys.get("conv_kernel_size", TAPS) != TAPS:
-            raise ModelError(
-                f"{folder}: convolutions over {shown(keys['conv_kernel_size'])} rows are not served, only {TAPS}"
-            )
+        taps = keys.get("conv_kernel_size", BlockConvolution.TAPS)
+        if taps != BlockConvolution.TAPS:
+            raise ModelError(f"{folder}: convolutions over {shown(taps)} rows are not served, 2 are")
     if "candidate_selector.hidden_projection.weight" in weights:
         rank = weights["candidate_selector.hidden_projection.weight"].shape[0]
         options["selector"] = {"rank": rank, "top": keys.get("selector_top_k", CANDIDATES)}
@@ -345,18 +333,19 @@ def _taps(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any], fc: 
 
 
 @dataclass(frozen=True)
-class DFlashConfig(StepsConfig, HeadConfig):
+class DFlashConfig(LayerConfig):
     """Options of a head and of trees. ``confidence_threshold`` uses DSpark's confidence head, if the file has one."""
+
+    prefill_chunk: int = 2048
+    """As for a draft model, but of a token of the context only keys and values are computed."""
 
 
 @drafters.register("dflash")
-class DFlash(HeadDrafter[DFlashConfig]):
+class DFlash(HeadLayerDrafter[DFlashConfig]):
     name = "dflash"
     config_class = DFlashConfig
     head_class = DFlashHead
     head: DFlashHead
-    per_sequence = ("seen", "skipped", "caches")
-    caches: dict[int, ContextCache]
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
     }  # fmt: skip
@@ -364,22 +353,25 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
     def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
         super().__init__(config, context)
+        self.ids = None  # ``revise`` reads logits of the head's own vocabulary
         if self.learner is not None and self.head.domino is not None:
             raise ConfigError("Domino's correction does not learn while it serves: remove adapt")
 
-    @inference
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        self.head.add_context(self.caches, sequence, rows)
+    def find_chains(self) -> None:
+        self.chains = None
 
-    @inference
-    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        self.learn()
-        ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
-        if not ready:
-            return [Draft() for _ in sequences]
-        states = self.states_of([sequences[index] for index in ready])
+    def rows(self, depth: int) -> int:
+        return self.head.block_size
+
+    def _read(self, spans: list[Span], feature: torch.Tensor) -> None:
+        self.decoder.read_context(Batch(spans, feature.device), self.attention, feature)
+
+    def _grow(
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], spans: list[Span], feature: torch.Tensor
+    ) -> list[Draft]:
+        self._read(spans, feature)
+        states, logits = self._fill([sequences[index] for index in ready])
         slot = {index: i for i, index in enumerate(ready)}
-        logits = self.own_logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
         def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             """The token before each predicted one."""
@@ -418,11 +410,13 @@ class DFlash(HeadDrafter[DFlashConfig]):
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
         return logits if head.lm_head is None else self.to_target_ids(logits)
 
-    def states_of(self, sequences: Requests) -> torch.Tensor:
-        """Normed states [sequences, depth, hidden size] of the rows that predict drafted tokens."""
+    def _fill(self, sequences: Requests) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed states and logits [sequences, depth, ...] of the rows that predict drafted tokens."""
         head, target = self.head, self.context.target
-        last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device)
-        x = target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), head.block_size))
-        x = head.run_blocks(x.to(head.fc.weight.dtype), sequences, self.caches)
         first = head.block_size - head.sizes.depth
-        return head.norm(x[:, first : first + self.config.num_speculative_tokens])
+        rows = list(range(first, first + self.config.num_speculative_tokens))
+        blocks = head.inputs(torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device))
+        pairs = zip(sequences, blocks.tolist())
+        spans = [Span(sequence.id, self._end(sequence), block, logits=rows) for sequence, block in pairs]
+        states, logits = self._run(spans, target.embed(blocks.flatten()))
+        return states.unflatten(0, (-1, len(rows))), logits.unflatten(0, (-1, len(rows)))

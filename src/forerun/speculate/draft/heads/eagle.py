@@ -18,20 +18,15 @@ from torch.nn import functional
 
 from forerun.core.config import POSITIVE
 from forerun.core.errors import ModelError, shown
-from forerun.models.architectures.drafters import LLAMA3, eagle, eagle_config
-from forerun.models.architectures.spec import bind
+from forerun.models.architectures.drafters import LLAMA3, eagle, head_config
+from forerun.models.architectures.spec import Spec, bind
 from forerun.models.files.checkpoint import CONFIG
-from forerun.models.formats import ON_CPU
-from forerun.models.run.base import Model
-from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.rotary import rotary_frequencies
-from forerun.models.weights.drafters import TensorWeights
 from forerun.models.weights.gguf_drafters import read_drafter
-from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, FEEDS_RAW
-from forerun.speculate.draft.heads.base import HeadDrafter
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Norm, Sizes, TrainingBatch, rotate
-from forerun.speculate.draft.heads.layers import LayerConfig, LayerDrafter
+from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
 MIN_FRACTION = 8
@@ -67,7 +62,8 @@ class EagleHead(Head):
         self.options = {**DEFAULTS, **sizes.options}
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
-        self.config = eagle_config(sizes, o)
+        self.config = head_config(sizes, o)
+        self.feeds = FEEDS_NORMED if o.get("norm_output") else FEEDS_RAW
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
         self.fc_norm = nn.ModuleList(Norm(size, o["eps"]) for _ in self.layers) if o.get("fc_norm") else None
@@ -196,21 +192,14 @@ class EagleHead(Head):
             result = result + weights[..., late, None] * v
         return result
 
-    def decoder(self, target: Model) -> DraftDecoder:
-        """The layer, the final norm, and the output layer if it has its own, as they run behind ``target``."""
-        tensors: dict[str, torch.Tensor] = {}
+    def described(self) -> tuple[Any, Spec, dict[str, torch.Tensor]]:
+        """Config, spec and weights of the layer, the final norm, and the output layer if it has its own."""
+        tensors, normed = {}, bool(self.options.get("norm_before_residual"))
+        outer = ("norm.", "mix.", "lm_head.", *(["hidden_norm."] if normed else []))
         for name, tensor in self.named_parameters():
-            stem = name.split(".")[0]
-            if stem in ("norm", "mix", "lm_head") or (
-                stem == "hidden_norm" and self.options.get("norm_before_residual")
-            ):
-                tensors[name] = tensor.detach()
-            elif stem not in ("fc", "input_norm", "fc_norm"):
-                inside = f"self_attn.{name}" if name.endswith("proj.weight") and stem != "mlp" else name
-                tensors[f"layers.0.{inside}"] = tensor.detach()
-        form = None if self.quantization is None else ON_CPU[self.quantization]
-        spec = bind(self.config, eagle(mixed=self.mix is not None, normed="hidden_norm.weight" in tensors))
-        return DraftDecoder(target, self.config, spec, TensorWeights(tensors), form)
+            if not name.startswith(("fc.", "input_norm.", "fc_norm.")):
+                tensors[name if name.startswith(outer) else f"layers.0.{name}"] = tensor.detach()
+        return self.config, bind(self.config, eagle(mixed=self.mix is not None, normed=normed)), tensors
 
     @classmethod
     def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
@@ -246,26 +235,10 @@ class EagleConfig(LayerConfig):
 
 
 @drafters.register("eagle")
-class Eagle(LayerDrafter[EagleConfig], HeadDrafter[EagleConfig]):
+class Eagle(HeadLayerDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
     head_class: ClassVar[type[Head]] = EagleHead
-    head: Any
-
-    def __init__(self, config: EagleConfig, context: DraftContext) -> None:
-        super().__init__(config, context)
-        feeds = FEEDS_NORMED if self.head.options.get("norm_output") else FEEDS_RAW
-        self.packed = self.head.packed
-        self.use(self.head.decoder(context.target), feeds, self.head.token_ids())
-
-    def learn(self) -> None:
-        super().learn()
-        if self.packed != self.head.packed:
-            self.decoder, self.packed = self.head.decoder(self.context.target), self.head.packed
-            self.find_chains()
-
-    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.feature(hidden)
 
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

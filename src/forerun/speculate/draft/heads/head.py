@@ -211,7 +211,7 @@ class Head(nn.Module, ABC):
         Call it again after the weights change."""
         self.packed += 1
         for module in self.modules():
-            if not isinstance(module, nn.Linear | Norm | FeedForward):
+            if not isinstance(module, nn.Linear | Norm):
                 continue
             weight = next(module.parameters()).detach()
             how = choose(weight.dtype, weight.device, "auto")
@@ -345,17 +345,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    def use_kernel(self) -> None:
-        """Runs on the CPU kernels from now on."""
-        weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
-        gate_up, gate = make_linear(weight, None, "streamed"), parts.KernelGate("silu", weight.dtype)
-        down = make_linear(self.down_proj.weight.detach(), None, "streamed")
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return down(gate(gate_up(x.flatten(0, -2)))).unflatten(0, x.shape[:-1])
-
-        self.forward = forward  # type: ignore[method-assign]
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -20,12 +20,13 @@ from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
-from forerun.models.run.base import attention_over
+from forerun.models.formats import ON_CPU
 from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.fused import RAW
-from forerun.speculate.draft.base import Chooser, scatter_logits
+from forerun.models.weights.drafters import TensorWeights
+from forerun.speculate.draft.base import Chooser, DraftContext, scatter_logits
 from forerun.speculate.draft.chain import FEEDS_NORMED, CatchUpConfig, ChainRunner, can_chain
-from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig
+from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig, HeadDrafter
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 L = TypeVar("L", bound="LayerConfig")
@@ -45,6 +46,7 @@ class LayerDrafter(FeatureDrafter[L]):
     """Per sequence: features that the layers have not read."""
     chooser: Chooser
     decoder: DraftDecoder
+    attention: Attention
     feeds: int
     """What replaces the feature while drafting: ``chain.FEEDS_RAW`` or ``FEEDS_NORMED``."""
     ids: torch.Tensor | None
@@ -52,20 +54,28 @@ class LayerDrafter(FeatureDrafter[L]):
 
     def use(self, decoder: DraftDecoder, feeds: int, ids: torch.Tensor | None) -> None:
         """Drafts with ``decoder``, and makes a cache for it."""
-        self.decoder, self.feeds, self.ids, info = decoder, feeds, ids, decoder.info
-        self.num_tokens = info.vocab_size
-        longest = self.context.max_model_len + self.config.rows_by_depth()[-1]
+        self.decoder, self.feeds, self.ids = decoder, feeds, ids
+        self.num_tokens = decoder.info.vocab_size
+        self.attention = self.make_attention(decoder)
+        self.tree = PrefixTree(self.attention.pool) if self.context.prefix_caching else None
+        self.find_chains()
+
+    def make_attention(self, decoder: DraftDecoder) -> Attention:
+        info = decoder.info
+        longest = self.context.max_model_len + self.rows(self.config.num_speculative_tokens)
         page_size = (self.context.options or {}).get("page_size") or longest
         pages = self.context.max_num_seqs * -(-longest // page_size)
         pool = Pool(info.kv_shapes, pages, page_size, info.dtype, info.device)
-        self.attention: Attention = attention_over(decoder, pool)
-        self.tree = PrefixTree(pool) if self.context.prefix_caching else None
-        self.find_chains()
+        return decoder.attention(pool)
 
     def find_chains(self) -> None:
         self.chains = ChainRunner.find(
             self.decoder.fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids
         )
+
+    def rows(self, depth: int) -> int:
+        """Entries that one sequence's draft of this depth takes."""
+        return self.config.rows_by_depth()[depth]
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the layers are given, [n, hidden size], of the target's hidden states [n, layers * hidden size]."""
@@ -78,11 +88,10 @@ class LayerDrafter(FeatureDrafter[L]):
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
-        nodes = self.config.rows_by_depth()
         fitting = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
-            if self.ready(sequence) and self._fits(sequence, nodes[depth] * len(sequence.sequences))
+            if self.ready(sequence) and self._fits(sequence, self.rows(depth) * len(sequence.sequences))
         ]
         drafts = [Draft() for _ in sequences]
         if not fitting:
@@ -90,7 +99,7 @@ class LayerDrafter(FeatureDrafter[L]):
         spans, feature, ready = self._missing(sequences, fitting)
         chosen = [sequences[index] for index in ready]
         if not ready:
-            self._run(spans, feature)
+            self._read(spans, feature)
         elif self.chains is not None and all(map(can_chain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
             drafts = self.chains.draft(sequences, ready, budgets, batch, self.attention, feature)
@@ -127,7 +136,7 @@ class LayerDrafter(FeatureDrafter[L]):
         works = sequence.drafter is not None and sequence.group is None and self.tree is not None
         if behind and works and self._fits(sequence, 0):
             spans, feature, _ = self._missing([sequence], [0])
-            self._run(spans, feature)
+            self._read(spans, feature)
             self._keep(sequence)
         super().release(sequence)
 
@@ -140,11 +149,15 @@ class LayerDrafter(FeatureDrafter[L]):
             if depth:
                 read = newest_level(sequences, frontier, drafts, self._end)
                 features = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
-            out, logits = self._run(read, features) if depth else self._run(spans, feature)
+            out, logits = self._run(read, features) if depth else self._read(spans, feature)
             states.update(zip(frontier, out))
             return logits
 
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
+
+    def _read(self, spans: list[Span], feature: torch.Tensor) -> Any:
+        """Reads entries of committed tokens. Returns what ``_run`` does."""
+        return self._run(spans, feature)
 
     def _run(self, spans: list[Span], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layers over the spans' tokens and their ``feature`` rows [rows, hidden size]. Returns the
@@ -153,7 +166,11 @@ class LayerDrafter(FeatureDrafter[L]):
         out = self.decoder.forward(batch, self.attention)
         states = out.hidden[RAW]
         states = self.decoder.normed(states) if self.feeds == FEEDS_NORMED else states
-        return states, out.logits if self.ids is None else scatter_logits(out.logits, self.ids, self.num_tokens)
+        return states, self.to_all_tokens(out.logits)
+
+    def to_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary."""
+        return logits if self.ids is None else scatter_logits(logits, self.ids, self.num_tokens)
 
     def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
         """Spans to prefill now, their features, and the indices of the sequences that then have no backlog and can
@@ -181,3 +198,29 @@ class LayerDrafter(FeatureDrafter[L]):
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
+
+
+class HeadLayerDrafter(LayerDrafter[L], HeadDrafter[L]):
+    """Drafts with the layers of a trained head, which ``described`` returns: their config, spec and weights."""
+
+    head: Any
+
+    def __init__(self, config: L, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.packed = self.head.packed
+        self.use(self._decoder(), self.head.feeds, self.head.token_ids())
+
+    def _decoder(self) -> DraftDecoder:
+        config, spec, tensors = self.head.described()
+        form = None if self.head.quantization is None else ON_CPU[self.head.quantization]
+        return DraftDecoder(self.context.target, config, spec, TensorWeights(tensors), form)
+
+    def learn(self) -> None:
+        super().learn()
+        if self.packed != self.head.packed:
+            self.decoder, self.packed = self._decoder(), self.head.packed
+            self.find_chains()
+
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head.feature(hidden)
+        return result
