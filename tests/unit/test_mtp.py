@@ -122,7 +122,7 @@ def add(folder, layer, names):
     """The layer's weights beside the target's."""
     weights = load_file(folder / "model.safetensors")
     for name, tensor in layer.state_dict().items():
-        if name == "eh_proj.weight" and names is mimo_names:
+        if name == "eh_proj.weight" and "mtp_layers" in names(name):
             tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
         weights[names(name)] = tensor.contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -149,6 +149,27 @@ def expected(model, layer, committed, count, ids):
     return drafted
 
 
+@torch.no_grad()
+def expected_of_modules(model, modules, committed, count):
+    """The whole text at once through module after module (DeepSeek-V3's equations 21 to 23); from the first one again
+    with the modules' last outputs behind the target's hidden states."""
+    hidden = model(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states[-1]
+    tokens, newest = list(committed), []
+    for step in range(count):
+        if step % len(modules) == 0:
+            hidden = given = torch.cat([hidden, *newest], dim=1)
+            newest = []
+        rows, first = given.shape[1], step % len(modules) + 1
+        embedded = model.get_input_embeddings()(torch.tensor([tokens[first : first + rows]]))
+        positions = torch.arange(rows)[None]
+        mask = torch.full((1, 1, rows, rows), -torch.inf).triu(1)
+        angles = model.model.rotary_emb(embedded, positions)
+        given = modules[step % len(modules)](embedded, given, angles, mask, positions, None)
+        newest.append(given[:, -1:])
+        tokens.append(int(model.lm_head(given[0, -1]).argmax()))
+    return tokens[len(committed) :]
+
+
 def draft(target, invariant=None, **options):
     config = {"method": "mtp", "num_speculative_tokens": 4, **options}
     return first_draft(target, config, PROMPT, dtype="float32", max_model_len=64, invariant=invariant)
@@ -160,6 +181,49 @@ def test_it_drafts_what_transformers_own_layer_says(tmp_path, names):
     add(tmp_path, layer, names)
     drafted, committed = draft(tmp_path)
     assert drafted == expected(model, layer, committed, 4, None)
+
+
+def numbered(names, module):
+    """The names of a later module's tensors."""
+    old, new = {
+        deepseek_names: (f"layers.{LAYERS}.", f"layers.{LAYERS + module}."),
+        qwen_names: ("layers.0.", f"layers.{module}."), mimo_names: ("mtp_layers.0.", f"mtp_layers.{module}."),
+    }[names]  # fmt: skip
+    return lambda name: names(name).replace(old, new)
+
+
+@pytest.mark.parametrize(("names", "count", "chunk"), [
+    (deepseek_names, 2, 128), (deepseek_names, 3, 4), (mimo_names, 2, 3), (qwen_names, 3, 128),
+])  # fmt: skip
+def test_step_after_step_runs_module_after_module(tmp_path, names, count, chunk):
+    """All rounds' drafts, whose last entries are read again with the tokens that were accepted, and those of steps
+    beyond the last module."""
+    model, first = qwen(tmp_path)
+    modules = [
+        first,
+        *(randomised(MtpLayer(model.config, Qwen3DecoderLayer, Qwen3RMSNorm, 0)) for _ in range(count - 1)),
+    ]
+    if names is qwen_names:  # whose modules share the rest
+        for layer in modules[1:]:
+            layer.load_state_dict({k: v for k, v in first.state_dict().items() if "mtp_block" not in k}, strict=False)
+    for module, layer in enumerate(modules):
+        add(tmp_path, layer, numbered(names, module))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": count}))
+    for tokens in (1, 7):
+        config = {"method": "mtp", "num_speculative_tokens": tokens, "prefill_chunk": chunk}
+        llm = LLM(str(tmp_path), speculative_config=config, trace=True, dtype="float32", max_model_len=64)
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (14, 9)]
+        for prompt, answer in zip(prompts := [PROMPT, PROMPT[3:]], llm.generate(prompts, params)):
+            committed, drafts = list(prompt), 0
+            for entry in answer.outputs[0].trace:
+                if entry.drafted:
+                    kept = [t for t, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
+                    drafted = kept + list(entry.rejected)
+                    assert drafted == expected_of_modules(model, modules, committed, len(drafted))
+                    drafts += 1
+                committed += entry.tokens
+            assert drafts
 
 
 def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,28 @@ class TensorWeights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read_mtp(path: Path, config: Any) -> tuple[Any, Spec, Weights]:
-    """The layer for multi-token prediction in ``path``, for a target of ``config``: its config, spec and weights, which
-    are read later. Raises ModelError if there is no layer that is supported."""
+def read_mtp(path: Path, config: Any, most: int = 1) -> list[tuple[Any, Spec, Weights]]:
+    """The first modules for multi-token prediction in ``path``, at most so many, for a target of ``config``: their
+    configs, specs and weights, which are read later. Raises ModelError if there is none that is supported."""
     files, layers = open_files(path, packed=True), config.num_hidden_layers
-    names = mtp_names(files.tensors, layers)
-    if not names:
+    found = [*takewhile(bool, (mtp_names(files.tensors, layers, module) for module in range(most)))]
+    if not found:
         raise ModelError(
             f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{layers}.eh_proj, "
             f"model.mtp_layers.0.* or blk.{layers}.nextn.*): name a file that has one as 'model'"
         )
     try:
-        one, spec = mtp_spec(config, {*names.values()})
-        if isinstance(files, Safetensors):
-            weights: Weights = CheckpointWeights.of_drafter(files, one, spec, names)
-        else:
-            weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
+        return [_module(files, config, names) for names in found]
     except ModelError as error:
         raise ModelError(f"{path}: its layer for multi-token prediction cannot be used: {error}") from error
+
+
+def _module(files: Safetensors | GGUFFile, config: Any, names: Mapping[str, str]) -> tuple[Any, Spec, Weights]:
+    one, spec = mtp_spec(config, {*names.values()})
+    if isinstance(files, Safetensors):
+        weights: Weights = CheckpointWeights.of_drafter(files, one, spec, names)
+    else:
+        weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
     mix = MTP_INPUT.mix
     if mix is not None and any(MIMO in name for name in names):
         weights = ChangedWeights(weights, {f"{mix.checkpoint}.weight": _swapped})
