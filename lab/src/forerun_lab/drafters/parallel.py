@@ -17,8 +17,8 @@ from torch import nn
 
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
+from forerun.speculate.draft.training.block import BlockHead, BlockLayer
 from forerun_lab.drafters.block import BlockDrafter
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}

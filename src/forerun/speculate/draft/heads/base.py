@@ -18,8 +18,8 @@ from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.run.base import Model, ModelInfo
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
-from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
+from forerun.speculate.draft.training.adapt import Adaptation, Learner
 from forerun.speculate.verify import Verification
 
 C = TypeVar("C", bound="HeadConfig")

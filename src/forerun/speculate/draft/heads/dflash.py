@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,36 +22,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.core.batch import Batch, Span
-from forerun.core.config import Within
-from forerun.core.errors import ConfigError, ModelError, shown
+from forerun.core.errors import ConfigError
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
 from forerun.models.architectures.drafters import dflash, head_config
 from forerun.models.architectures.spec import Spec
-from forerun.models.files.checkpoint import CONFIG
 from forerun.models.run.parts import BlockConvolution
-from forerun.models.weights.gguf_drafters import read_drafter
+from forerun.models.weights.published import read_dflash
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.draft.training.block import BlockHead, BlockLayer
 
 DEFAULTS: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
     "from_anchor": False, "windows": None, "causal": None, "group": None, "selector": None, "markov": None,
     "confidence": None, "biased": False, "domino": None,
 }  # fmt: skip
-CANDIDATES = 16
-DOMINO = {"prefix_gru.weight_ih_l0": "domino.gru.weight_ih", "prefix_gru.weight_hh_l0": "domino.gru.weight_hh",
-          "embed_proj.0.": "domino.enter.", "embed_proj.2.": "domino.leave."}  # fmt: skip
-"""Our names of Domino's weights by those of files."""
-NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-"""Config keys that are not supported, and their neutral values."""
-KINDS = ("dflash", "dflash2", "dspark")
-COPIES = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "rotary_emb.inv_freq"}
-"""Copies of the target's weights."""
 
 
 class _Convolution(nn.Module):
@@ -128,6 +116,7 @@ class DFlashHead(BlockHead):
 
     method = "dflash"
     quantizes = True
+    read_public = staticmethod(read_dflash)
     feeds = FEEDS_NORMED
     options_known = frozenset(DEFAULTS) | {"layers", "own_head", "draft_vocab_size"}
 
@@ -194,142 +183,6 @@ class DFlashHead(BlockHead):
         block = last.new_full((*last.shape, self.block_size), self.options["mask"])
         block[..., 0] = last
         return block
-
-    @classmethod
-    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Reads a DFlash, DFlash2 or DSpark checkpoint of z-lab, SGLang, speculators or llama.cpp. Raises ModelError
-        for anything else."""
-        config, tensors = read_drafter(folder, "dflash")
-        inner = config.get("transformer_layer_config", config)
-        own = config.get("dflash_config") or config.get("dspark_config") or {}
-        if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
-            raise ModelError(f"{folder} is not a DFlash drafter: its {CONFIG} has no usable sizes")
-        keys = {**inner, **config, **own}
-        weights = {
-            name.removeprefix("model."): tensor
-            for name, tensor in tensors.items()
-            if name.removeprefix("model.") not in COPIES
-        }
-        kind = config.get("speculators_model_type")
-        if "hidden_norm.weight" not in weights or "fc.weight" not in weights or kind not in (None, *KINDS):
-            raise ModelError(
-                f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
-                f"{', '.join(KINDS)} files are read"
-            )
-        options = _options(folder, config, keys, weights, num_layers)
-        block = keys.get("block_size", 16)
-        if not Within(least=2, whole=True).permits(block):
-            raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
-        size, vocabulary = weights["fc.weight"].shape[0], keys.get("vocab_size")
-        for name in ("predecessor_codebook", "successor_codebook"):
-            codes = weights.get(f"candidate_selector.{name}")
-            if codes is not None and codes.shape[0] != vocabulary:
-                raise ModelError(f"{folder}: its {name} is of {codes.shape[0]} tokens, its vocabulary of {vocabulary}")
-        try:
-            sizes = Sizes(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)  # type: ignore[arg-type]
-        except ModelError as error:
-            raise ModelError(f"{folder} is no DFlash drafter: {error}") from error
-        if not options["own_head"]:
-            weights.pop("lm_head.weight", None)  # the target's again
-        return sizes, {_rename(name): tensor for name, tensor in weights.items()}
-
-
-def _rename(name: str) -> str:
-    for codes in ("predecessor_codebook", "successor_codebook"):  # older files
-        name = name.replace(f"{codes}.weight", codes)
-    for old, new in DOMINO.items():
-        name = name.replace(old, new)
-    name = name.replace("markov_head.", "").replace("confidence_head.proj.", "confidence.")
-    return name.replace("self_attn.", "").replace("layers.", "blocks.", 1) if name.startswith("layers.") else name
-
-
-def _options(
-    folder: Path,
-    config: Mapping[str, Any],
-    keys: Mapping[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    depth: int,
-) -> dict[str, Any]:
-    """The head's options. Raises ModelError for unsupported ones."""
-    for key, neutral in NEUTRAL.items():
-        if keys.get(key, neutral) not in (neutral, None):
-            raise ModelError(f"{folder}: {key} {shown(keys[key])} is not served")
-    if keys.get("markov_head_type", "vanilla") != "vanilla":
-        raise ModelError(f"{folder}: markov_head_type {shown(keys['markov_head_type'])} is not served, only 'vanilla'")
-    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ModelError(f"{folder}: its block supports the default RoPE only, not {shown(rope)}")
-    counts = {name: keys.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
-    mask, vocabulary = keys.get("mask_token_id"), keys.get("vocab_size")
-    counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
-    for name, value in counts.items():
-        if not Within(least=name != "mask_token_id", whole=True).permits(value):
-            raise ModelError(f"{folder}: its {CONFIG} has {shown(value)} as {name}")
-    if mask >= vocabulary:  # type: ignore[operator]
-        raise ModelError(f"{folder}: mask_token_id {mask} is outside a vocabulary of {vocabulary}")
-    heads, blocks, size = counts["num_attention_heads"], counts["num_hidden_layers"], weights["fc.weight"].shape[0]
-    options: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": keys.get("num_key_value_heads") or heads,
-        "width": keys.get("head_dim") or size // heads,  # type: ignore[operator]
-        "inner_size": counts["intermediate_size"],
-        "blocks": blocks,
-        "theta": float(rope.get("rope_theta") or keys.get("rope_theta") or 10000.0),
-        "eps": keys.get("rms_norm_eps", 1e-6),
-        "mask": mask,
-        "layers": _taps(folder, config, keys, weights["fc.weight"].shape, depth),
-        "biased": "layers.0.self_attn.q_proj.bias" in weights,
-        "own_head": "d2t" in weights and "lm_head.weight" in weights,
-        "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
-    }
-    dspark = "markov_head.markov_w1.weight" in weights
-    options["from_anchor"] = keys.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
-    if dspark:
-        options["markov"] = weights["markov_head.markov_w1.weight"].shape[1]
-    if "prefix_gru.weight_hh_l0" in weights and "embed_proj.0.weight" in weights:
-        first = keys.get("pure_draft_prefix_len", 0)
-        if not Within(least=0, whole=True).permits(first):
-            raise ModelError(f"{folder}: its {CONFIG} has {shown(first)} as pure_draft_prefix_len")
-        sizes = {"state": weights["prefix_gru.weight_hh_l0"].shape[1], "inner": len(weights["embed_proj.0.weight"])}
-        options |= {"domino": {**sizes, "first": first}, "from_anchor": bool(keys.get("shift_label", False))}
-    if "confidence_head.proj.weight" in weights:
-        reads = weights["confidence_head.proj.weight"].shape[1]
-        options["confidence"] = "markov" if reads > size else "plain"
-    if "layers.0.attention_conv.base_kernel" in weights:
-        options["group"] = keys.get("conv_group_size", CANDIDATES)
-        taps = keys.get("conv_kernel_size", BlockConvolution.TAPS)
-        if taps != BlockConvolution.TAPS:
-            raise ModelError(f"{folder}: convolutions over {shown(taps)} rows are not served, 2 are")
-    if "candidate_selector.hidden_projection.weight" in weights:
-        rank = weights["candidate_selector.hidden_projection.weight"].shape[0]
-        options["selector"] = {"rank": rank, "top": keys.get("selector_top_k", CANDIDATES)}
-    types = keys.get("layer_types") or []
-    sliding = [kind == "sliding_attention" for kind in types][: counts["num_hidden_layers"]]
-    if any(sliding):
-        options["windows"] = [keys.get("sliding_window") if each else None for each in sliding]
-    causal = keys.get("is_causal")
-    options["causal"] = [bool(causal)] * blocks if causal is not None else (sliding or None)  # type: ignore[operator]
-    return options
-
-
-def _taps(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any], fc: torch.Size, depth: int) -> list[int]:
-    """Indices of the hidden states that the block reads, 0 being the embeddings. In z-lab's and SGLang's files, id i is
-    the output of layer i; speculators count from the embeddings. Raises ModelError for ids that the target lacks."""
-    ids, shift = keys.get("target_layer_ids"), 1
-    if "speculators_model_type" in config or ids is None:
-        ids, shift = keys.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
-    if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
-        raise ModelError(
-            f"{folder}: its {CONFIG} does not say which of the target's layers it reads (target_layer_ids)"
-        )
-    layers = [each + shift for each in ids]
-    if max(layers) > depth or min(layers) < 0:
-        raise ModelError(f"{folder} reads the target's layers {ids}; the target has {depth}: it was made for another")
-    if fc[1] != len(layers) * fc[0]:
-        raise ModelError(
-            f"{folder}: its fc takes {fc[1]} numbers, {len(layers)} hidden states of {fc[0]} have another count"
-        )
-    return layers
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,19 @@ i + d2t[i].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from forerun.core.config import POSITIVE
-from forerun.core.errors import ModelError, shown
-from forerun.models.architectures.drafters import LLAMA3, eagle, head_config
+from forerun.models.architectures.drafters import eagle, head_config
 from forerun.models.architectures.spec import Spec, bind
-from forerun.models.files.checkpoint import CONFIG
 from forerun.models.run.rotary import rotary_frequencies
-from forerun.models.weights.gguf_drafters import read_drafter
+from forerun.models.weights.published import read_eagle
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, FEEDS_RAW
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Norm, Sizes, TrainingBatch, rotate
@@ -52,6 +48,7 @@ class EagleHead(Head):
 
     method = "eagle"
     quantizes = True
+    read_public = staticmethod(read_eagle)
     options_known = frozenset(DEFAULTS) | {
         "layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual", "norm_before_fc", "fc_norm",
         "norm_output", "stretch",
@@ -201,33 +198,6 @@ class EagleHead(Head):
                 tensors[name if name.startswith(outer) else f"layers.0.{name}"] = tensor.detach()
         return self.config, bind(self.config, eagle(mixed=self.mix is not None, normed=normed)), tensors
 
-    @classmethod
-    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Reads an EAGLE-3 head. Raises ModelError for anything else."""
-        config, weights = read_drafter(folder, "eagle3")
-        layer = config.get("transformer_layer_config", config)
-        if not isinstance(layer, Mapping):
-            raise ModelError(f"{folder} is not an EAGLE-3 head: its transformer_layer_config is no object")
-        if "fc.weight" not in weights or not any(name.startswith(PREFIXES) for name in weights):
-            raise ModelError(f"{folder} is not an EAGLE-3 head: it has no fc.weight or no decoder layer")
-        names = ("hidden_size", "num_attention_heads", "intermediate_size")
-        lacking = [name for name in names if not isinstance(layer.get(name), int) or layer[name] < 1]
-        vocabulary = config.get("vocab_size") or layer.get("vocab_size")
-        if lacking or not isinstance(vocabulary, int):
-            raise ModelError(f"{folder}: its {CONFIG} lacks {', '.join(lacking) or 'vocab_size'}")
-        try:
-            sizes = Sizes(weights["fc.weight"].shape[0], vocabulary, num_layers, 16, _options(config, layer, weights))
-        except ModelError as error:
-            raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
-        kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
-        if "q_proj.weight" in kept and kept["q_proj.weight"].shape[1] == sizes.hidden_size:
-            raise ModelError(f"{folder} is a head of EAGLE or EAGLE-2, without the token's embedding; EAGLE-3 is read")
-        if "d2t" in kept:
-            indices = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
-            if indices.dim() != 1 or not bool(((indices >= 0) & (indices < vocabulary)).all()):
-                raise ModelError(f"{folder}: its d2t names tokens outside a vocabulary of {vocabulary}")
-        return sizes, kept
-
 
 @dataclass(frozen=True)
 class EagleConfig(LayerConfig):
@@ -239,57 +209,3 @@ class Eagle(HeadLayerDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
     head_class: ClassVar[type[Head]] = EagleHead
-
-
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Options that are keys of published configs, too."""
-PREFIXES = ("midlayer.", "layers.0.")
-IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-"""The inverse of d2t, and copies of the target's weights."""
-
-
-def _rename(name: str) -> str:
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-    return name.removeprefix("self_attn.")
-
-
-def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The head's options, from a checked config."""
-    heads, rope, eagle = layer["num_attention_heads"], layer.get("rope_parameters"), config.get("eagle_config")
-    rope = rope if isinstance(rope, Mapping) else {}
-    eagle = eagle if isinstance(eagle, Mapping) else {}
-    options: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": layer.get("num_key_value_heads") or heads,
-        "width": layer.get("head_dim") or layer["hidden_size"] // heads,
-        "inner_size": layer["intermediate_size"],
-        "theta": rope.get("rope_theta") or layer.get("rope_theta") or 10000.0,
-        "eps": layer.get("rms_norm_eps", 1e-5),
-        "own_head": "lm_head.weight" in weights,
-        "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
-    }
-    tensors = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
-    for name in NORMS:
-        if config.get(name) or eagle.get(name) or tensors.get(name) in weights:
-            options[name] = True
-    if scaling := _rope_scaling(rope or layer.get("rope_scaling") or {}):
-        options["stretch"] = scaling
-    ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
-    if isinstance(nested, list) and not ids and all(type(each) is int for each in nested):
-        ids = [each + 1 for each in nested]  # SGLang's id i is the output of layer i
-    if ids or nested:
-        options["layers"] = ids or nested
-    return options
-
-
-def _rope_scaling(rope: Any) -> list[float] | None:
-    """The numbers ``LLAMA3``; None for the default. Raises ModelError for other kinds."""
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else shown(rope)
-    if kind == "default":
-        return None
-    numbers = [rope.get(name) for name in LLAMA3] if kind == "llama3" else []
-    if not numbers or not all(map(POSITIVE.permits, numbers)) or not numbers[1] < numbers[2]:
-        raise ModelError(f"an EAGLE-3 head supports the default RoPE and llama3, not {shown(rope)}")
-    return numbers

@@ -246,17 +246,21 @@ class Head(nn.Module, ABC):
         """Loads a head that ``save`` wrote, or a published one for a target of ``num_layers`` layers, which such files
         do not name. Raises ModelError if it is no head of this method."""
         config = {} if is_gguf(folder) else read_object(folder / CONFIG)
+        weights: dict[str, torch.Tensor] | None = None
         if FORMAT not in config:
-            return cls.from_weights(*cls.read_public(folder, num_layers), folder)
-        if config[FORMAT] != cls.method:
+            arguments, weights = cls.read_public(folder, num_layers)
+        elif config[FORMAT] != cls.method:
             raise ModelError(f"{folder} holds {shown(config[FORMAT])}, not a {cls.method!r} head")
-        lacking = [name for name in Sizes.__dataclass_fields__ if name not in config]
-        if lacking:
-            raise ModelError(f"{folder} holds no readable head: its {CONFIG} lacks {', '.join(lacking)}")
+        else:
+            arguments = {name: config[name] for name in Sizes.__dataclass_fields__ if name in config}
+            if lacking := Sizes.__dataclass_fields__.keys() - arguments:
+                raise ModelError(f"{folder} holds no readable head: its {CONFIG} lacks {', '.join(sorted(lacking))}")
         try:
-            sizes = Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__})
+            sizes = Sizes(**arguments)
         except ModelError as error:
             raise ModelError(f"{folder} holds no readable head: {error}") from error
+        if weights is not None:
+            return cls.from_weights(sizes, weights, folder)
         kind = config.get(PACKED)
         if kind not in (None, Q4_0.name):
             raise ModelError(f"{folder} holds a head in {shown(kind)}: heads are packed in {Q4_0.name}")
@@ -267,10 +271,10 @@ class Head(nn.Module, ABC):
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
 
-    @classmethod
-    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Reads sizes and weights, under our names, from a published format. Raises ModelError if this method has
-        none."""
+    @staticmethod
+    def read_public(folder: Path, num_layers: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Reads the arguments of ``Sizes`` and weights, under our names, from a published format. Raises ModelError if
+        this method has none."""
         raise ModelError(f"{folder} holds no readable head: its {CONFIG} has no {FORMAT}")
 
     @classmethod

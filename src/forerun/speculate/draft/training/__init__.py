@@ -1,0 +1,1 @@
+"""Training of heads, in the laboratory and while they serve."""
