@@ -13,7 +13,8 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import let_read
 from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.files.open import resolve
-from forerun.speculate.draft.heads.eagle import NORMS, EagleHead
+from forerun.models.weights.published import NORMS
+from forerun.speculate.draft.heads.eagle import EagleHead
 
 SPECULATORS, SGLANG = "speculators", "sglang"
 FORMS = (SPECULATORS, SGLANG)

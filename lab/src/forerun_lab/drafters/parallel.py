@@ -112,7 +112,7 @@ class ParallelHead(BlockHead):
         positions = torch.arange(end - len(features), end, device=hidden.device)
         pairs = [block.keys(features, positions) for block in self.each_block()]
         if sequence.id not in caches:
-            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window, end - len(features))
+            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window)
         caches[sequence.id].add(pairs)
         return features
 
@@ -122,19 +122,19 @@ class ParallelHead(BlockHead):
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=x.device)
         positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
         own = [caches[sequence.id] for sequence in sequences]
-        for index, block in enumerate(self.each_block()):
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, _Block)
             x = block(x, partial(block.attend, positions=positions, caches=own, index=index))
         return x
 
 
 class ContextCache:
     """Keys and values of one sequence's context, contiguous for every layer, of all tokens or the newest ``window``.
-    They lie before ``end``; after it there is space for the ``spare`` rows of a block. ``first`` is the position of the
-    first of all tokens."""
+    They lie before ``end``; after it there is space for the ``spare`` rows of a block."""
 
-    def __init__(self, like: Pairs, spare: int, window: int | None = None, first: int = 0) -> None:
+    def __init__(self, like: Pairs, spare: int, window: int | None = None) -> None:
         kv_heads, width = like[0][0].shape[1:]
-        self.window, self.spare, self.first, self.end = window, spare, first, 0
+        self.window, self.spare, self.end = window, spare, 0
         shape = (len(like), kv_heads, 0 if window is None else 2 * window + spare, width)
         self.keys, self.values = (like[0][0].new_zeros(shape) for _ in range(2))
 
