@@ -193,7 +193,7 @@ def numbered(names, module):
 
 
 @pytest.mark.parametrize(("names", "count", "chunk"), [
-    (deepseek_names, 2, 128), (deepseek_names, 3, 4), (mimo_names, 2, 3), (qwen_names, 3, 128),
+    (deepseek_names, 2, 128), (deepseek_names, 3, 3), (mimo_names, 2, 3), (qwen_names, 3, 128),
 ])  # fmt: skip
 def test_step_after_step_runs_module_after_module(tmp_path, names, count, chunk):
     """All rounds' drafts, whose last entries are read again with the tokens that were accepted, and those of steps

@@ -32,7 +32,7 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
-from forerun.core.request import Requests
+from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.architectures.drafters import mtp_example
 from forerun.models.files.checkpoint import CONFIG
@@ -80,6 +80,8 @@ class Mtp(LayerDrafter[MtpConfig]):
     per_sequence: ClassVar[tuple[str, ...]] = (*LayerDrafter.per_sequence, "waiting")
     waiting: dict[int, list[torch.Tensor]]
     """Per sequence: for every module but the first, the outputs of the one before it that it has not read for good."""
+    reading: dict[int, RequestState]
+    """The sequences of this round, by id."""
 
     @classmethod
     def build(cls, config: Any, context: DraftContext) -> Drafter[Any]:
@@ -124,8 +126,25 @@ class Mtp(LayerDrafter[MtpConfig]):
         for span, rows in zip(spans, out.split([span.count for span in spans])):
             before = self.waiting.get(span.key, [rows[:0]] * len(self.later))
             self.waiting[span.key] = [torch.cat([before[0], rows]), *before[1:]]
+        self._catch_up(spans, out[:0])
         ends = list(accumulate(span.count for span in spans))
         return out[[end - 1 for span, end in zip(spans, ends) if span.logits]], logits
+
+    def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
+        self.reading = {sequences[index].id: sequences[index] for index in fitting}
+        return super()._missing(sequences, fitting)
+
+    def _catch_up(self, spans: list[Span], nothing: torch.Tensor) -> None:
+        """The later modules read what the first one read of texts that it has not read whole."""
+        behind = [
+            sequence
+            for span in spans
+            if len((sequence := self.reading[span.key]).tokens) - self.skipped[span.key] - span.end
+            > len(self.later) + 1
+        ]
+        for module, (decoder, attention) in enumerate(self.later if behind else (), 1):
+            texts = [sequence.tokens for sequence in behind]
+            self._next(module, decoder, attention, behind, texts, [nothing] * len(behind))
 
     def _pass(
         self, decoder: DraftDecoder, attention: Attention, spans: list[Span], feature: torch.Tensor
