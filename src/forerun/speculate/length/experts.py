@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from forerun.models.run.base import MixtureInfo
 from forerun.theory import expected_experts
 
@@ -61,10 +59,3 @@ class ExpertReads:
         mixture = self.mixture
         read = experts / mixture.layers / mixture.chosen if experts else self.times(rows, sequences)
         return 1.0 + self.ROW * (rows - 1.0) + mixture.share * (read - 1.0)
-
-    def state(self) -> list[float]:
-        return [self.same_text, self.other_text]
-
-    def restore(self, state: Any) -> None:
-        """Raises TypeError or ValueError for anything but a ``state``."""
-        self.same_text, self.other_text = (min(max(float(overlap), 0.0), 1.0) for overlap in state)
