@@ -260,6 +260,14 @@ def test_prices_that_have_changed_are_corrected():
     assert not prices.state(), "the next engine measures anew"
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_prices_of_a_busy_minute_are_measured_again_by_the_next_process(busy):
+    given = {"trials": lambda sequences: timed(Machine(**XEON), 0), "busy": lambda: busy, "clock": lambda: 0.0}
+    prices = Prices({"m": [0, 1]}, **given)
+    prices.at(1)
+    assert bool(prices.state()) is not busy
+
+
 def test_prices_are_guessed_where_nothing_can_be_measured():
     prices = Prices({"m": [0, 1, 2]})
     table = prices.at(1)

@@ -309,9 +309,14 @@ def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
     write(108, 44, 60)
     now[0] = 7.1
     assert cores_left() == pytest.approx((1.0, 1.0))
+    for idle, own_core in ((70, True), (80, False)):
+        now[0] += 0.1
+        write(108 + 10 * (not own_core), 44, idle)
+        assert cores_left.busy() is not own_core
     stat.unlink()
     now[0] = 8.0
     assert cores_left() is None
+    assert not cores_left.busy()
 
 
 def test_the_system_says_that_cores_are_needed_and_free_again():

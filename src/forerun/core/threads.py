@@ -110,6 +110,12 @@ class CoresLeft:
         left, idle = (len(self.cores) - max(0.0, others - own) / seconds for others in (usual, every))
         return left, idle
 
+    def busy(self) -> bool:
+        """Whether other programs have used more than a little of this process's cores since the last call; False where
+        that is unknown."""
+        left = self()
+        return left is not None and left[1] < len(self.cores) - ROOM
+
     def _used(self) -> tuple[float, float] | None:
         try:
             self.cores = os.sched_getaffinity(0)

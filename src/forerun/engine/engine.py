@@ -148,6 +148,7 @@ class Engine:
             parts={name: drafter.parts() for name, drafter in router.drafters.items()},
             trials=partial(trials, weakref.proxy(self)),
             threads=partial(_threads, weakref.proxy(self)),
+            busy=CoresLeft().busy,
         )
 
     def _threads(self) -> Threads:

@@ -70,9 +70,8 @@ class Adaptive(LengthPolicy):
     START, EXPLORES, EARNS, SAVES = 1.4, 0.005, 0.05, 6.0
     """What trials may cost, in plain rounds: at first; for each plain round, less after trials in vain; of each plain
     round that drafts gained; and saved at most."""
-    CHECK, CHECK_EVERY = 7, (150, 600)
-    """Plain rounds that measure the machine's speed: once in so many rounds with drafts, if these have become slower,
-    and in any case."""
+    CHECK, CHECK_EVERY = 7, 300
+    """Plain rounds that measure the machine's speed: once in so many rounds with drafts."""
     WARM, COLD = 5, 0.5
     """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
     TRIAL_WEIGHT = 6.0
@@ -95,7 +94,9 @@ class Adaptive(LengthPolicy):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.prices = Prices(setting.nodes, setting.row_multiple, setting.mixture, setting.trials, setting.threads)
+        self.prices = Prices(
+            setting.nodes, setting.row_multiple, setting.mixture, setting.trials, setting.threads, setting.busy
+        )
         self.acceptance: dict[tuple[str, int | None, bool], Acceptance] = {}
         """By method, the number of tokens that the drafter started from (None: all), and whether requests sample."""
         self.lookups: dict[tuple[str, bool], LookupAcceptance] = {}
@@ -132,6 +133,7 @@ class Adaptive(LengthPolicy):
     def move(self, setting: Setting) -> None:
         super().move(setting)
         self.prices.trials, self.prices.threads = setting.trials, setting.threads
+        self.prices.busy = setting.busy
 
     def parts(self, sequence: RequestState) -> Parts:
         return self.setting.parts.get(sequence.drafter or "", Parts((), sequence.drafter))
@@ -230,8 +232,6 @@ class Adaptive(LengthPolicy):
         if not self._backlogged:
             for method, depth in asked.items():
                 cost += self.prices.draft(table, method or "", depth)
-                if len(asked) == 1:
-                    self.prices.observe_draft(table, method or "", depth, seconds.draft)
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / self.prices.verify(table, count, count) - tokens / count if drafted else 0.0
@@ -334,8 +334,7 @@ class Adaptive(LengthPolicy):
         self._known_rates.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
         reading = any(sequence.scheduled > 1 for sequence in sequences)
-        due = self.CHECK_EVERY[not self.prices.slower]
-        if self._since_plain >= due and not reading and self._checking < 0:
+        if self._since_plain >= self.CHECK_EVERY and not reading and self._checking < 0:
             self._checking = self.CHECK
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)

@@ -35,6 +35,7 @@ class Setting:
         parts: By method; without an entry, a method pays for each token.
         trials: Runs rounds that measure prices; None: there is nothing to run them.
         threads: The present number of threads.
+        busy: Whether other programs have used the processor since the last call.
     """
 
     nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Setting:
     parts: Mapping[str, Parts] = field(default_factory=dict)
     trials: Trials | None = None
     threads: Callable[[], int] = lambda: 0
+    busy: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,12 +73,12 @@ class PriceTable:
     """By depth, for each method. Depth 0: the look-up or the call that found nothing."""
     read: dict[str, float] = field(default_factory=dict)
     """Of a token that a drafter has to read first."""
+    disturbed: bool = False
+    """Whether other programs used the processor while it was measured: the next engine measures anew."""
     level: float | None = None
     """Present seconds of a round over those of the table; None: none was seen yet."""
     bias: dict[int, float] = field(default_factory=dict)
     """By number of rows, the log of: seconds of verifications over those of the table, relative to plain rounds."""
-    draft_bias: dict[str, float] = field(default_factory=dict)
-    """The same of drafting, by method."""
 
     def rows_bias(self, count: int) -> float:
         """That of the nearest number of rows that was compared."""
@@ -112,6 +112,7 @@ class Prices:
         nodes: by method and depth, the rows that a draft adds to a verification.
         trials: runs rounds of made-up requests; None: prices are guessed, and learnt from rounds that serve people.
         threads: the present number of threads.
+        busy: whether other programs have used the processor since the last call.
     """
 
     SECONDS, ROUNDS = (2.0, 0.5), 100
@@ -126,8 +127,6 @@ class Prices:
     """From so many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
     GUESS = 0.08
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
-    SURPRISE = 0.1
-    """Change of the log of a round's seconds that is looked into."""
     NEAR = 24
     """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
     APART = 0.02
@@ -142,9 +141,11 @@ class Prices:
         mixture: MixtureInfo | None = None,
         trials: Trials | None = None,
         threads: Callable[[], int] = lambda: 0,
+        busy: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.nodes, self.multiple, self.trials, self.threads, self.clock = nodes, row_multiple, trials, threads, clock
+        self.nodes, self.multiple, self.trials, self.threads = nodes, row_multiple, trials, threads
+        self.busy, self.clock = busy, clock
         self.reads = None if mixture is None else ExpertReads(mixture)
         self.tables: dict[tuple[int, int], PriceTable] = {}
         """By threads and requests: 1, or a power of two from ``BATCH`` on."""
@@ -153,14 +154,8 @@ class Prices:
         self._plain: deque[float] = deque(maxlen=5)
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=16)
         """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
-        self._usual = self._common = 0.0
+        self._common = 0.0
         self._rounds = self._sequences = 0
-
-    @property
-    def slower(self) -> bool:
-        """Whether rounds with drafts have become slower, or faster: a plain round tells whether all have."""
-        recent = [residual for *_, residual in self._drafted][-7:]
-        return len(recent) > 4 and abs(median(recent) - self._usual) > self.SURPRISE
 
     def units(self, rows: float, sequences: int, experts: int = 0) -> int:
         """What verification is priced by: padded rows, or of a mixture eighths of the price by ``ExpertReads``."""
@@ -187,7 +182,7 @@ class Prices:
         known = sorted((abs(key[1] - size), abs(key[0] - threads), key) for key in self.tables)
         if known:
             near = self.tables[known[0][-1]]
-            return PriceTable(near.verify, dict(near.draft), dict(near.read))
+            return PriceTable(near.verify, dict(near.draft), dict(near.read), near.disturbed)
         draft = {name: Curve({0: 0.01, 1: self.GUESS, 9: 9 * self.GUESS}) for name in self.nodes}
         verify = Curve({self.units(n, 1): 1.0 + self.GUESS * (n - 1) for n in (1, 17)})
         return PriceTable(verify, draft, dict.fromkeys(self.nodes, 0.5 * self.GUESS))
@@ -202,6 +197,8 @@ class Prices:
         """Times every kind of round in turns, until the time is over. Of each, the lower quartile counts: disturbances
         add to times."""
         began, limit = self.clock(), self.SECONDS[sequences > 1]
+        self.busy()
+        disturbed = False
         verify: dict[int, list[float]] = {}
         draft: dict[str, dict[int, list[float]]] = {method: {} for method in self.nodes}
         every = list(self._kinds(sequences))
@@ -221,8 +218,9 @@ class Prices:
                         draft[method].setdefault(timed.depth, []).append(timed.draft)
                     if timed.verify > self.SHORT_ROUND or method is not None:
                         break
+            disturbed |= self.busy()
         curves = {method: Curve(_quartiles(times)) for method, times in draft.items() if times}
-        return PriceTable(Curve(_quartiles(verify)), curves, dict(read))
+        return PriceTable(Curve(_quartiles(verify)), curves, dict(read), disturbed)
 
     def _kinds(self, sequences: int) -> Iterator[tuple[str | None, int, int]]:
         """The rounds to time: ``time_round``'s arguments. A verification follows a draft, as it does later."""
@@ -249,9 +247,7 @@ class Prices:
     def draft(self, table: PriceTable, method: str, depth: float) -> float:
         """Seconds of drafting to this depth."""
         curve = table.draft.get(method)
-        if curve is None:
-            return self.GUESS * depth * table.verify(1)
-        return curve(depth) * exp(table.draft_bias.get(method, 0.0))
+        return self.GUESS * depth * table.verify(1) if curve is None else curve(depth)
 
     def observe(self, table: PriceTable, sequences: int, rows: int, seconds: float, experts: int, warm: bool) -> None:
         """Compares a forward with the table. ``warm``: not right after forwards of the other kind, in whose caches it
@@ -268,7 +264,6 @@ class Prices:
             self._plain.clear()
             self._drafted.clear()
         if rows > sequences:
-            self._usual = residual if not self._drafted else self._usual + 0.02 * (residual - self._usual)
             if self._drafted:  # by how much these rows are dearer than others of the last rounds
                 apart = residual - table.rows_bias(units) - self._common
                 self._common += 0.1 * apart
@@ -284,7 +279,6 @@ class Prices:
 
     def _compare(self, table: PriceTable, plain: float) -> None:
         """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
-        self._usual = median([residual for *_, residual in self._drafted] or [0.0])
         by_rows: dict[int, list[float]] = {}
         for number, units, residual in self._drafted:
             if self._rounds - number < self.NEAR:
@@ -294,20 +288,12 @@ class Prices:
             before = table.rows_bias(units)
             table.bias[units] = before + min(0.2, 0.05 * len(residuals)) * (apart - before)
 
-    def observe_draft(self, table: PriceTable, method: str, depth: int, seconds: float) -> None:
-        """Compares a draft with the table, at the present speed of the machine."""
-        curve = table.draft.get(method)
-        if curve is not None and table.level is not None and seconds > 0.0:
-            apart = max(-1.0, min(log(seconds / (curve(depth) * table.level)), 1.0))
-            bias = table.draft_bias.get(method, 0.0)
-            table.draft_bias[method] = bias + 0.05 * (apart - bias)
-
     def state(self) -> list[Any]:
-        """All measured tables, as JSON."""
+        """The tables that were measured well, as JSON."""
         return [
             [*key, table.state()]
             for key, table in self.tables.items()
-            if not table.bias or abs(fmean(table.bias.values())) < self.STALE
+            if not table.disturbed and abs(fmean(table.bias.values() or [0.0])) < self.STALE
         ]
 
     def restore(self, state: Any) -> None:
