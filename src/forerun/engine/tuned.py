@@ -88,12 +88,11 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
             f"{folder}: {FILE} or a file that it names has changed since forerun tune wrote it: run forerun tune again"
         )
     path = resolve(model)
-    actual = fingerprint(path, lora)
-    renamed = [fingerprint(path, lora, KNOWN[name].file_name) for name in _known_by_size(path)]
-    if content["fingerprint"] not in (actual, *renamed):
+    names = (None, *(KNOWN[name].file_name for name in _known_by_size(path)))  # a known file may be renamed
+    if all(content["fingerprint"] != fingerprint(path, lora, name) for name in names):
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
-            f"of {model} differ ({actual}): run forerun tune for them"
+            f"of {model} differ ({fingerprint(path, lora)}): run forerun tune for them"
         )
     return dict(placed(content["speculative_config"], folder, _draft(content, folder, model)))
 

@@ -1,6 +1,7 @@
 """The bundled models: a Python-code target, its draft, and a head. They are plain files of this package, and of
 forerun-lab, which adds heads."""
 
+from functools import cache
 from pathlib import Path
 
 from forerun.core.errors import ModelError
@@ -10,8 +11,9 @@ LAB = "pretrained"
 """The part of forerun-lab that has models."""
 
 
+@cache
 def folders() -> dict[str, Path]:
-    """The folders of the bundled models, by name."""
+    """The folders of the bundled models, by name. Looking for forerun-lab reads a file of every installed package."""
     homes = [Path(__file__).parent]
     if has_lab(LAB):
         homes.append(Path(from_lab(LAB, "a bundled head").__file__).parent)

@@ -6,11 +6,13 @@ bundled, fetched, or on a hub. ``sanity.py`` checks a config before anything is 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,20 +99,29 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None, file_name
     ``file_name``: what a renamed GGUF file was called. At most 256 KiB are read per file. Raises ModelError if there
     are no weights or they cannot be read.
     """
-    digest = hashlib.sha256()
-    paths, adapters = files(folder, lora), adapter.parse(lora)
-    if adapters:
-        digest.update(f"{[weight for _, weight in adapters]}\n".encode())
+    paths, weights = tuple(files(folder, lora)), [weight for _, weight in adapter.parse(lora)]
     try:
-        for path in paths:
-            size = path.stat().st_size
-            digest.update(f"{file_name or path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                for index in range(SAMPLES):
-                    file.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
+        return _fingerprint(paths, _versions(paths), f"{weights}\n" if weights else "", file_name)
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _versions(paths: Iterable[Path]) -> tuple[tuple[int, int], ...]:
+    """When each file was written, and its size: what was read of them holds while these stay. Raises OSError."""
+    return tuple((result.st_mtime_ns, result.st_size) for result in (path.stat() for path in paths))
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(
+    paths: tuple[Path, ...], versions: tuple[tuple[int, int], ...], head: str, file_name: str | None
+) -> str:
+    digest = hashlib.sha256(head.encode())
+    for path, (_, size) in zip(paths, versions, strict=True):
+        digest.update(f"{file_name or path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for index in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -126,8 +137,14 @@ class CachedConfig(SimpleNamespace):
 
 
 def quick_config(folder: Path) -> Any:
-    """``read_config``, or where the native path runs the model a ``CachedConfig`` with the same values. Raises
-    ModelError."""
+    """``read_config``, or where the native path runs the model a ``CachedConfig`` with the same values. The files are
+    read once while they stay the same. Raises ModelError."""
+    path = folder if gguf.is_gguf(folder) else folder / checkpoint.CONFIG
+    return copy.deepcopy(_quick_config(folder, _versions([path] if path.is_file() else ())))
+
+
+@lru_cache(maxsize=8)
+def _quick_config(folder: Path, versions: tuple[tuple[int, int], ...]) -> Any:
     raw = _raw_config(folder)
     record = Record("configs", json.dumps(raw, sort_keys=True), version("transformers"), version("forerun"))
     values = record.read()

@@ -1,0 +1,57 @@
+"""Loading a model reads its config, what its fingerprint is made of, and the list of plug-ins once."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+from forerun.models.files.open import fingerprint, quick_config
+
+COUNT = """
+import collections, sys
+from forerun import LLM
+from forerun.models.files.open import fingerprint, resolve
+
+opened = collections.Counter()
+
+
+def count(event, arguments):
+    if event != "open" or not isinstance(arguments[0], str):
+        return
+    frame, files = sys._getframe(), []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    if not any("/transformers/" in file for file in files):
+        opened["/".join(arguments[0].split("/")[-2:])] += 1
+
+
+sys.addaudithook(count)
+LLM("forerun:target", max_model_len=256)
+assert [opened[f"{name}/config.json"] for name in ("target", "draft")] == [1, 1]
+packages = {name: number for name, number in opened.items() if name.endswith("/entry_points.txt")}
+assert max(packages.values(), default=0) <= 2, max(packages.values())
+before = opened["target/model.safetensors"]
+assert len({fingerprint(resolve("forerun:target")) for _ in range(3)}) == 1
+assert opened["target/model.safetensors"] <= before + 1
+"""
+
+
+def test_loading_reads_each_config_once():
+    """In a process of its own, which has read nothing yet."""
+    subprocess.run([sys.executable, "-c", COUNT], check=True, timeout=200)
+
+
+def test_what_is_kept_follows_the_files(tiny_target, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_target, folder)
+    before, config = fingerprint(folder), quick_config(folder)
+    config.vocab_size += 1  # the caller's own
+    assert quick_config(folder).vocab_size == config.vocab_size - 1
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 77}))
+    assert quick_config(folder).max_position_embeddings == 77
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert fingerprint(folder) != before
