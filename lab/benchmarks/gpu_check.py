@@ -34,6 +34,7 @@ from forerun.core.batch import Batch, Span  # noqa: E402
 from forerun.models.load import load_model  # noqa: E402
 from forerun.models.run.base import new_attention  # noqa: E402
 from forerun.models.run.invariance import self_test  # noqa: E402
+from forerun.speculate.draft import drafters  # noqa: E402
 from forerun.speculate.draft.heads.eagle import EagleHead  # noqa: E402
 from forerun.speculate.draft.heads.head import Sizes  # noqa: E402
 
@@ -101,11 +102,19 @@ def eagle(place, sizes):
     return {"method": "eagle", "model": str(folder)}
 
 
+def mtp(place, target):
+    """A random layer for multi-token prediction."""
+    folder = Path(place) / "mtp"
+    folder.mkdir(exist_ok=True)
+    return {"method": "mtp", **drafters["mtp"].example(Path(target), folder)}
+
+
 def identity(place):
-    target = saved(place, "bits", TINY if INTERPRET else SMALL, 0.3 if INTERPRET else 0.08)
-    draft = {"method": "draft_model", "model": target, "num_speculative_tokens": 2}
-    ways = [draft, {"method": "draft_model", "model": target, "tree": [2, 1]}]
-    ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}, eagle(place, SMALL)]
+    sizes = TINY if INTERPRET else SMALL
+    target = saved(place, "bits", sizes, 0.3 if INTERPRET else 0.08)
+    ways = [{"method": "draft_model", "model": target, "num_speculative_tokens": 2}, eagle(place, sizes),
+            mtp(place, target), {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
+    ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}]
     size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 6, {"max_tokens": 40})
     options.update(top_p=0.95, seed=7, ignore_eos=True)
     params = [SamplingParams(temperature=each, **options) for each in (0, 0.8)]

@@ -100,12 +100,13 @@ def chat(engine, prompts):
     while engine.busy:
         engine.step()
     check_idle(engine, [first, third])
-    return [first.output_ids, second.output_ids[:3], third.output_ids], third.metrics.num_cached_tokens
+    texts = [first.output_ids, second.output_ids[:3], third.output_ids]
+    return [*texts, *drafted([first, third])], third.metrics.num_cached_tokens
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
-def test_preemption_cancels_and_prefix_hits(target, prompts, on_gpu, method):
-    way = {"method": method, "num_speculative_tokens": 2, **({"model": target} if method == "draft_model" else {})}
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp", "ngram"])
+def test_preemption_cancels_and_prefix_hits(target, prompts, tmp_path, on_gpu, method):
+    way = {"method": method, "num_speculative_tokens": 2, **drafters[method].example(Path(target), tmp_path)}
     expected, hits = chat(engine(target, way), prompts)
     got, cached = chat(on_gpu(way), prompts)
     assert got == expected

@@ -1,16 +1,23 @@
 """Chains that a GPU drafts without the host, under Triton's interpreter: those of the kernel on a CPU."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.models.run.graphs import Graphs
+from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.graph_chain import Bucket, GraphChains
-from tiny import save_checkpoint, tiny_llama
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Sizes
+from tiny import ALPHABET, save_checkpoint, tiny_llama
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
 pytestmark = [ON_GPU] if torch.cuda.is_available() else []
+METHODS = ("draft_model", "eagle", "mtp")
 ASKED = [([9, 3, 8], 3, {}), ([20, 11], 5, {"temperature": 0.8}), ([5], 6, {"temperature": 1.1, "top_k": 20})]
 """Prompts, ``max_tokens`` and options: the first drafts have at most 1, 3 and 3 tokens."""
 
@@ -21,27 +28,42 @@ def target(tmp_path_factory):
     return save_checkpoint(model, tmp_path_factory.mktemp("gpu") / "target")
 
 
+@pytest.fixture(scope="module")
+def models(target, tmp_path_factory):
+    """What each method drafts with. All of the head's weights are random: a new one's attention gives zeros."""
+    folders = {method: tmp_path_factory.mktemp(method) for method in ("eagle", "mtp")}
+    options = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "draft_vocab_size": 60}
+    head = EagleHead(Sizes(32, len(ALPHABET), 1, 4, options))
+    torch.manual_seed(1)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.03 if parameter is head.fc.weight else 0.3)  # steps change a feature
+    head.d2t.fill_(20)
+    head.save(folders["eagle"])
+    drafters["mtp"].example(Path(target), folders["mtp"])
+    return {"draft_model": target, **{method: str(folder) for method, folder in folders.items()}}
+
+
 @pytest.fixture
-def drafts(target, monkeypatch):
+def drafts(target, models, monkeypatch):
     """``drafts(interpreted, **way)``: tokens and parents of the first drafts, and what the draft's cache then holds."""
 
-    def get(interpreted, **way):
+    def get(interpreted, method="draft_model", **way):
         monkeypatch.setenv("FORERUN_INTERPRET", str(int(interpreted)))
-        way = {"method": "draft_model", "model": target, "num_speculative_tokens": 3, **way}
+        way = {"method": method, "model": models[method], "num_speculative_tokens": 3, **way}
         llm = LLM(target, device="cpu", dtype="float32", speculative_config=way, max_model_len=32, page_size=8)
         (drafter,) = llm.engine.router.drafters.values()
         assert type(drafter.chains) is (GraphChains if interpreted else ChainRunner)
         propose, made = drafter.propose, []
 
         def record(sequences, budgets):
-            made.extend(propose(sequences, budgets))
+            made[:] = propose(sequences, budgets)
             return made
 
         monkeypatch.setattr(drafter, "propose", record)
         for tokens, most, options in ASKED:
             given = {"temperature": 0.0, "max_tokens": most, "ignore_eos": True, "seed": 3, **options}
             llm.engine.add(tokens, SamplingParams(**given))
-        while not made:
+        while not any(map(len, made)):  # a head drafts once the target has read the prompt
             llm.engine.step()
         (pool,) = drafter.pools()
         return [(each.tokens, each.parents) for each in made], [*pool.keys, *pool.values]
@@ -49,16 +71,19 @@ def drafts(target, monkeypatch):
     return get
 
 
-def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch):
-    expected, _ = drafts(False)
+@pytest.mark.parametrize("method", METHODS)
+def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch, method):
+    expected, _ = drafts(False, method)
     assert [len(tokens) for tokens, _ in expected] == [1, 3, 3]
-    got, kept = drafts(True)
+    got, kept = drafts(True, method)
     assert got == expected
     write = Bucket.write
 
     def spoil(self, batch, tables, chosen, depths):
         garbage, rows, count = np.random.default_rng(0), self.sizes.rows, len(chosen)
         self.logits.normal_()
+        if self.batch.embeds is not None:
+            self.batch.embeds.normal_()
         self.numbers.host[:] = garbage.integers(1, 9, len(self.numbers.host))
         write(self, batch, tables, chosen, depths)
         assert rows > count
@@ -69,9 +94,32 @@ def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch):
         self.host["forward"][: 2 * rows].reshape(2, rows)[:, count:] = 5  # token ids and positions
 
     monkeypatch.setattr(Bucket, "write", spoil)
-    got, cache = drafts(True)
+    got, cache = drafts(True, method)
     assert got == expected
     assert all(map(torch.equal, cache, kept))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_capture_runs_a_step_before_and_writes_nothing_else(drafts, monkeypatch, most):
+    """Torch wants a body to have run before it is captured."""
+    expected, _ = drafts(False, "mtp", num_speculative_tokens=most)
+    make, beyond = Bucket.__init__, []
+
+    def guarded(self, *given):
+        make(self, *given)
+        room = torch.full((len(self.found) + 2, *self.found.shape[1:]), 7, dtype=torch.int32)
+        self.found, rest = room.split([len(self.found), 2])
+        beyond.append(rest)
+
+    def run_once(self, body):
+        body()
+        return body
+
+    monkeypatch.setattr(Bucket, "__init__", guarded)
+    monkeypatch.setattr(Graphs, "_record", run_once)
+    assert drafts(True, "mtp", num_speculative_tokens=most)[0] == expected
+    assert all(bool((each == 7).all()) for each in beyond)
+    assert beyond
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,8 +19,10 @@ from forerun.models.load import load_model, parse_device
 from forerun.models.run import graphs
 from forerun.models.run.base import new_attention
 from forerun.models.run.invariance import self_test
+from forerun.speculate.draft import drafters
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
+from tiny_seq2seq import save_seq2seq
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
 pytestmark = [ON_GPU] if torch.cuda.is_available() else []
@@ -101,7 +104,8 @@ def test_padding_and_garbage_in_it_change_no_bit(target, interpreted, monkeypatc
     monkeypatch.setattr(graphs, "write_numbers", spoil)
     monkeypatch.setattr(graphs, "bucket", wide)
     got = forward()
-    assert [key[0].rows for key in next(iter(model.graphs._graphs.values()))] == [8 * larger]
+    ((_, kept),) = model.graphs._graphs.values()
+    assert [sizes.rows for sizes, _ in kept] == [8 * larger]
     assert all(map(torch.equal, got, expected))
 
 
@@ -115,14 +119,15 @@ def said(caplog):
     gpu._check.cache_clear()
 
 
-def test_no_memory_for_graphs_is_said_once_and_loses_nothing(target, monkeypatch, said):
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+def test_no_memory_for_graphs_is_said_once_and_loses_nothing(target, tmp_path, monkeypatch, said, method):
     def fail(self, body):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    way = {"method": "draft_model", "model": target, "num_speculative_tokens": 2}
+    way = {"method": method, "num_speculative_tokens": 2, **drafters[method].example(Path(target), tmp_path)}
     expected = answers(target)[1]
     monkeypatch.setenv("FORERUN_INTERPRET", "1")
-    monkeypatch.setattr(graphs.Graphs, "_record", fail)  # the target's, then the draft's
+    monkeypatch.setattr(graphs.Graphs, "_record", fail)  # the target's, then a draft model's own
     llm, got = answers(target, speculative_config=way)
     assert got == expected
     assert not llm.engine.model.graphs.enabled
@@ -156,7 +161,7 @@ def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.Graphs(torch.device("cuda"), None)._record(body)
+        graphs.Graphs(torch.device("cuda"))._record(body)
     assert streams == ["the capture's", torch.cuda.current_stream()]
 
 
@@ -242,19 +247,50 @@ def test_gpus_that_our_kernels_do_not_serve(has_triton, capability, reason, monk
     assert said.messages == ([] if reason is None else [reason + end])
 
 
-def test_parts_that_ask_the_host_are_named(described, interpreted, said):
-    def logits():
-        model = load_model(described("deepseek_v3"), device="cpu", dtype="float32")
-        over = new_attention(model, max_seqs=1, max_len=20)
-        assert not isinstance(over, TritonAttention)
-        return model.forward(Batch([Span(0, 0, [4, 5, 6], logits=[2])]), over).logits
+def no_graphs(asks):
+    return f"no CUDA graphs, so that launches take most of the time: {asks} ask the host"
 
+
+def in_torch(lacks):
+    return f"attention runs in torch, slower, since our kernel for GPUs does not serve {lacks}"
+
+
+@pytest.mark.parametrize(
+    ("family", "messages"),
+    [
+        ("gemma2", []),  # softcaps and windows
+        ("gpt_oss", [no_graphs("experts")]),  # sinks and windows
+        ("gemma4", [no_graphs("embeddings of layers")]),  # heads of two widths, layers that read others' keys
+        ("lfm2", [no_graphs("layers with state")]),
+        ("deepseek_v3", [no_graphs("experts and latent attention"), in_torch("latent attention (MLA)")]),
+    ],
+)
+def test_families_as_their_parts_serve(described, monkeypatch, said, family, messages):
+    """A prompt and a tree behind it have the CPU's logits, and what is slower is said once."""
+
+    def logits():
+        model = load_model(described(family), device="cpu", dtype="float32")
+        over = new_attention(model, max_seqs=1, max_len=40, page_size=8)
+        first = model.forward(Batch([Span(0, 0, [*range(4, 17)], logits=[12], settled=13)]), over).logits.clone()
+        tree = Span(0, 13, [7, 8, 9], [-1, -1, 0], logits=[0, 1, 2])
+        return over, torch.cat([first, model.forward(Batch([tree]), over).logits])
+
+    _, expected = logits()
+    monkeypatch.setenv("FORERUN_INTERPRET", "1")
+    over, got = logits()
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     logits()
-    logits()
-    assert said.messages == [
-        "no CUDA graphs, so that launches take most of the time: experts and latent attention ask the host",
-        "attention runs in torch, slower, since our kernel for GPUs does not serve latent attention (MLA)",
-    ]
+    assert said.messages == messages
+    assert isinstance(over, TritonAttention) is (in_torch("latent attention (MLA)") not in messages)
+
+
+def test_encoder_decoders_attend_in_torch(tmp_path, monkeypatch, said):
+    folder = save_seq2seq("t5", tmp_path / "t5")
+    _, expected = answers(folder)
+    assert not said.messages
+    monkeypatch.setenv("FORERUN_INTERPRET", "1")
+    assert answers(folder)[1] == expected
+    assert said.messages == [in_torch("encoder-decoders")]
 
 
 def test_enforce_eager(target, monkeypatch, caplog):

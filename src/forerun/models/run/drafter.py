@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from forerun.models.run.layer import Builder
 from forerun.models.run.native import NativeModel, Pass
 from forerun.models.weights.layout import Maker
 from forerun.models.weights.transform import Weights
+
+if TYPE_CHECKING:
+    from forerun.models.run.graphs import Graphs
 
 log = logging.getLogger("forerun")
 
@@ -59,7 +62,12 @@ class DraftDecoder(NativeModel):
             kv_shapes=tuple(spec.kv_shape(index) for index in range(len(self._layers))), mixture=None, outputs=None,
         )  # fmt: skip
         self._causal = self._layers[0].causal
-        self.fused, self.ranges, self.graphs = self._compile(), None, None
+        self.fused, self.ranges, self.graphs = self._compile(), None, self._make_graphs()
+
+    def _make_graphs(self) -> Graphs | None:
+        """Those of the target, whose embedding it has; None for blocks, whose convolutions ask the host."""
+        blocks = self._context is not None
+        return None if blocks or super()._make_graphs() is None else getattr(self.target, "graphs", None)
 
     def attention(self, pool: Pool) -> Attention:
         """The attention for it on this machine."""

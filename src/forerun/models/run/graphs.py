@@ -97,30 +97,28 @@ class Steps:
 
     Args:
         graphs: of the drafter's model, or of the target where a head drafts.
+        at: the addresses of what they read of so many positions.
         forward: reads the text before a draft, as ``Model.forward``.
         body: the same for rows whose numbers are on the device; it asks the host nothing.
         size: how many logits a row has.
-        state: width and dtype of what a row's ``Output.hidden[RAW]`` gives to the next step's ``embeds``; None:
-            nothing.
+        state: what of an output, which has ``hidden[RAW]``, is the next step's ``embeds``; None: nothing.
     """
 
     graphs: Graphs
+    at: Callable[[int], tuple[int, ...]]
     forward: Callable[[Batch, Attention], Output]
     body: Callable[[Padded, TritonTables], Output]
     size: int
-    state: tuple[int, torch.dtype] | None = None
+    state: Callable[[Output], torch.Tensor] | None = None
 
 
 class Graphs:
-    """The graphs of one model. ``tables`` makes room for positions, and returns where what graphs read lies: if it
-    moves, they are captured again."""
+    """The graphs of a model, and of heads that draft for it."""
 
-    def __init__(self, device: torch.device, tables: Callable[[int], tuple[int, ...]]) -> None:
-        self.device, self.tables = device, tables
-        self.enabled = True
-        self._graphs: WeakKeyDictionary[TritonAttention, dict[object, Any]] = WeakKeyDictionary()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.enabled = device, True
+        self._graphs: WeakKeyDictionary[object, tuple[tuple[int, ...], dict[object, Any]]] = WeakKeyDictionary()
         self._pool: Any = None
-        self._at: tuple[int, ...] = ()
 
     def serves(self, batch: Batch, attention: object) -> bool:
         """Whether a graph holds this batch: few rows, all of them with logits."""
@@ -133,12 +131,15 @@ class Graphs:
             and all(len(span.logits) == span.count for span in batch.spans)
         )
 
-    def __call__(self, batch: Batch, attention: Attention, body: Body) -> Output | None:
-        """The output of ``body`` for a batch that it ``serves``; None if there is no memory for a graph."""
+    def __call__(
+        self, batch: Batch, attention: Attention, body: Body, at: Callable[[int], tuple[int, ...]]
+    ) -> Output | None:
+        """The output of ``body`` for a batch that it ``serves``; None if there is no memory for a graph. ``at``: see
+        ``Steps``."""
         assert isinstance(attention, TritonAttention)
         sizes = bucket(attention.reserve(batch))
         capture = partial(self._capture, batch, attention, sizes, body)
-        graph = self.get(attention, (sizes, batch.hidden), max(span.end for span in batch.spans), capture)
+        graph = self.get(attention, (sizes, batch.hidden), at(max(span.end for span in batch.spans)), capture)
         if graph is None:
             return None
         output = graph(batch, attention.pool.block_tables)
@@ -146,16 +147,15 @@ class Graphs:
         hidden = {layer: rows[: batch.num_rows].clone() for layer, rows in output.hidden.items()}
         return Output(output.logits[: batch.num_rows], hidden)
 
-    def get(self, attention: TritonAttention, key: object, size: int, make: Callable[[], T]) -> T:
-        """What ``make`` returned for ``key``. It is made again if what graphs of ``size`` positions read has moved."""
-        at = self.tables(size)
-        if at != self._at:
-            self._graphs.clear()
-            self._at = at
-        if key not in self._graphs.get(attention, ()):
+    def get(self, owner: object, key: object, at: tuple[int, ...], make: Callable[[], T]) -> T:
+        """What ``make`` returned for ``key``; kept while ``owner`` lives, and until what it reads is no longer ``at``
+        these addresses."""
+        if self._graphs.get(owner, (at, {}))[0] != at:
+            del self._graphs[owner]
+        if key not in self._graphs.get(owner, (at, {}))[1]:
             made = make()
-            self._graphs.setdefault(attention, {})[key] = made
-        kept: T = self._graphs[attention][key]
+            self._graphs.setdefault(owner, (at, {}))[1][key] = made
+        kept: T = self._graphs[owner][1][key]
         return kept
 
     def _capture(self, batch: Batch, attention: TritonAttention, sizes: Sizes, body: Body) -> Graph | None:

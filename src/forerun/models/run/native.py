@@ -191,8 +191,11 @@ class NativeModel(TiledModel):
             return None
         from forerun.models.run.graphs import Graphs
 
-        rotaries = self._rotaries.values()
-        return Graphs(self.device, lambda size: tuple(each.table(size).data_ptr() for each in rotaries))
+        return Graphs(self.device)
+
+    def _at(self, size: int) -> tuple[int, ...]:
+        """Where its tables of ``size`` positions are."""
+        return tuple(each.table(size).data_ptr() for each in self._rotaries.values())
 
     def _exact(self) -> bool:
         """Whether our kernels compute every sum, and torch's functions, where they run, round alike at every index."""
@@ -245,7 +248,7 @@ class NativeModel(TiledModel):
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
         if self.graphs is not None and self.tiles is None and self.graphs.serves(batch, attention):
-            output = self.graphs(batch, attention, partial(self.feed_begun, attention=attention))
+            output = self.graphs(batch, attention, partial(self.feed_begun, attention=attention), self._at)
             if output is not None:
                 return output
         return super().forward(batch, attention)
@@ -275,7 +278,8 @@ class NativeModel(TiledModel):
             return None
         from forerun.models.run.graphs import Steps
 
-        return Steps(self.graphs, self.forward, partial(self.feed_begun, attention=attention), self._num_logits)
+        body = partial(self.feed_begun, attention=attention)
+        return Steps(self.graphs, self._at, self.forward, body, self._num_logits)
 
     def feed_begun(self, batch: Batch, metadata: Metadata, attention: Attention) -> Output:
         """A forward layer by layer, for which attention has begun."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ def _advance(
 class Bucket:
     """Chains side by side, of at most ``most`` tokens: their numbers, and the graphs that draft them."""
 
-    def __init__(self, runner: GraphChains, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, runner: GraphChains, sizes: Sizes, device: torch.device, state: torch.Tensor | None) -> None:
         self.runner, self.sizes = runner, sizes
         rows, most, steps = sizes.rows, runner.most, runner.steps
         lengths = {
@@ -82,12 +83,12 @@ class Bucket:
         ends = np.cumsum([*lengths.values()])[:-1]
         self.host = dict(zip(lengths, np.split(self.numbers.host, ends)))
         self.parts = dict(zip(lengths, self.numbers.device.split_with_sizes([*lengths.values()])))
-        self.batch = Padded(sizes, device, () if steps.state is None else (RAW,))
+        self.batch = Padded(sizes, device, () if state is None else (RAW,))
         self.tables = lay_out(self.parts["forward"], self.batch, sizes)
         self.logits = torch.zeros(rows, steps.size, device=device)
-        if steps.state is not None:
-            self.batch.embeds = torch.zeros(rows, steps.state[0], dtype=steps.state[1], device=device)
-        self.found = torch.zeros(most, rows, FIELDS, dtype=torch.int32, device=device)
+        if state is not None:
+            self.batch.embeds = state.new_zeros(rows, state.shape[1])
+        self.found = torch.zeros(most + 1, rows, FIELDS, dtype=torch.int32, device=device)  # captures run a step more
         self.result = torch.zeros(self.found.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._first: Callable[[], None] | None = None
         self._next: Callable[[], None] | None = None
@@ -115,9 +116,10 @@ class Bucket:
         self._choose(self.logits)
 
     def _step(self) -> None:
-        output = self.runner.steps.body(self.batch, self.tables)
-        if self.batch.embeds is not None:
-            self.batch.embeds.copy_(output.hidden[RAW])
+        steps = self.runner.steps
+        output = steps.body(self.batch, self.tables)
+        if steps.state is not None and self.batch.embeds is not None:
+            self.batch.embeds.copy_(steps.state(output))
         self._choose(output.logits)
 
     def _choose(self, logits: torch.Tensor) -> None:
@@ -191,19 +193,21 @@ class GraphChains:
         if len(spans) != len(chosen):
             raise ValueError(f"{len(spans)} spans that ask for logits for {len(chosen)} sequences")
         if embeds is not None:
-            batch.embeds = embeds
+            batch.embeds, batch.hidden = embeds, (RAW,)
         read, tables = self.steps.forward(batch, attention), attention.pool.block_tables
+        state = None if self.steps.state is None else self.steps.state(read)
         after = Batch([Span(span.key, span.end, [0], logits=[0]) for span in spans], batch.device)
         sizes = bucket(Sizes.of(after, tables))
         end = max(span.end + depth for span, depth in zip(spans, depths))
-        chains = self.steps.graphs.get(attention, (self, sizes), end, partial(Bucket, self, sizes, batch.device))
+        make = partial(Bucket, proxy(self), sizes, batch.device, state)
+        chains = self.steps.graphs.get(self, sizes, self.steps.at(end), make)
 
         def begin() -> None:
             chains.write(after, tables, chosen, depths)
             chains.numbers.copy()
             chains.logits[: len(chosen)].copy_(read.logits)
-            if chains.batch.embeds is not None:
-                chains.batch.embeds[: len(chosen)].copy_(read.hidden[RAW])
+            if state is not None and chains.batch.embeds is not None:
+                chains.batch.embeds[: len(chosen)].copy_(state)
 
         found, drafts = chains.run(begin, longest), [Draft() for _ in sequences]
         for row, (index, depth, span) in enumerate(zip(ready, depths, spans)):

@@ -8,7 +8,8 @@ again with true features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Batch, Output, Span
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
@@ -69,9 +70,11 @@ class LayerDrafter(FeatureDrafter[L]):
         return decoder.attention(pool)
 
     def find_chains(self) -> None:
+        steps = self.decoder.steps(self.attention)
         self.chains = ChainRunner.find(
-            self.decoder.fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids
-        )
+            self.decoder.fused, self.attention, self.chooser, self.config, feeds_hidden=self.feeds, output_ids=self.ids,
+            steps=None if steps is None else replace(steps, state=partial(_next_feature, self.decoder, self.feeds)),
+        )  # fmt: skip
 
     def rows(self, depth: int) -> int:
         """Entries that one sequence's draft of this depth takes."""
@@ -164,9 +167,7 @@ class LayerDrafter(FeatureDrafter[L]):
         next step's features and the logits, for the rows whose logits the spans ask for."""
         batch = Batch(spans, self.context.target.info.device, hidden=(RAW,), embeds=feature)
         out = self.decoder.forward(batch, self.attention)
-        states = out.hidden[RAW]
-        states = self.decoder.normed(states) if self.feeds == FEEDS_NORMED else states
-        return states, self.to_all_tokens(out.logits)
+        return _next_feature(self.decoder, self.feeds, out), self.to_all_tokens(out.logits)
 
     def to_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary."""
@@ -224,3 +225,9 @@ class HeadLayerDrafter(LayerDrafter[L], HeadDrafter[L]):
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head.feature(hidden)
         return result
+
+
+def _next_feature(decoder: DraftDecoder, feeds: int, out: Output) -> torch.Tensor:
+    """What replaces the feature in the step after ``out``."""
+    states = out.hidden[RAW]
+    return decoder.normed(states) if feeds == FEEDS_NORMED else states
