@@ -18,8 +18,8 @@ from tiny import ALPHABET, save_checkpoint, tiny_llama
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
 pytestmark = [ON_GPU] if torch.cuda.is_available() else []
 METHODS = ("draft_model", "eagle", "mtp")
-ASKED = [([9, 3, 8], 3, {}), ([20, 11], 5, {"temperature": 0.8}), ([5], 6, {"temperature": 1.1, "top_k": 20})]
-"""Prompts, ``max_tokens`` and options: the first drafts have at most 1, 3 and 3 tokens."""
+ASKED = [([9, 3, 8], 3, {}), ([20, 11], 5, {"temperature": 0.8}), ([5], 8, {"temperature": 1.1, "top_k": 20})]
+"""Prompts, ``max_tokens`` and options: the first drafts have at most 1, 3 and 6 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def models(target, tmp_path_factory):
     """What each method drafts with. All of the head's weights are random: a new one's attention gives zeros."""
     folders = {method: tmp_path_factory.mktemp(method) for method in ("eagle", "mtp")}
     options = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "draft_vocab_size": 60}
-    head = EagleHead(Sizes(32, len(ALPHABET), 1, 4, options))
+    head = EagleHead(Sizes(32, len(ALPHABET), 1, 5, options))
     torch.manual_seed(1)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.03 if parameter is head.fc.weight else 0.3)  # steps change a feature
@@ -47,7 +47,7 @@ def models(target, tmp_path_factory):
 def drafts(target, models, monkeypatch):
     """``drafts(interpreted, **way)``: tokens and parents of the first drafts, and what the draft's cache then holds."""
 
-    def get(interpreted, method="draft_model", **way):
+    def get(interpreted, method="draft_model", *, learned=False, **way):
         monkeypatch.setenv("FORERUN_INTERPRET", str(int(interpreted)))
         way = {"method": method, "model": models[method], "num_speculative_tokens": 3, **way}
         llm = LLM(target, device="cpu", dtype="float32", speculative_config=way, max_model_len=32, page_size=8)
@@ -65,6 +65,15 @@ def drafts(target, models, monkeypatch):
             llm.engine.add(tokens, SamplingParams(**given))
         while not any(map(len, made)):  # a head drafts once the target has read the prompt
             llm.engine.step()
+        for _ in range(3 if learned else 0):  # so that a bucket comes back
+            with torch.no_grad():
+                for parameter in drafter.head.parameters():
+                    parameter.neg_()
+            drafter.head.pack()
+            llm.engine.step()
+        if interpreted and method in ("eagle", "mtp"):
+            assert drafter.decoder.graphs is llm.engine.model.graphs
+            assert drafter.attention in drafter.decoder.graphs._graphs  # what it reads before it drafts
         (pool,) = drafter.pools()
         return [(each.tokens, each.parents) for each in made], [*pool.keys, *pool.values]
 
@@ -73,9 +82,9 @@ def drafts(target, models, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch, method):
-    expected, _ = drafts(False, method)
-    assert [len(tokens) for tokens, _ in expected] == [1, 3, 3]
-    got, kept = drafts(True, method)
+    expected, _ = drafts(False, method, num_speculative_tokens=5)
+    assert [len(tokens) for tokens, _ in expected] == [1, 3, 5]
+    got, kept = drafts(True, method, num_speculative_tokens=5)
     assert got == expected
     write = Bucket.write
 
@@ -94,9 +103,15 @@ def test_budgets_that_differ_and_garbage_in_padding(drafts, monkeypatch, method)
         self.host["forward"][: 2 * rows].reshape(2, rows)[:, count:] = 5  # token ids and positions
 
     monkeypatch.setattr(Bucket, "write", spoil)
-    got, cache = drafts(True, method)
+    got, cache = drafts(True, method, num_speculative_tokens=5)
     assert got == expected
     assert all(map(torch.equal, cache, kept))
+
+
+def test_a_head_that_has_learned_drafts_by_its_new_weights(drafts):
+    expected, _ = drafts(False, "eagle", learned=True)
+    assert any(tokens for tokens, _ in expected)
+    assert drafts(True, "eagle", learned=True)[0] == expected
 
 
 @pytest.mark.parametrize("most", [1, 3])

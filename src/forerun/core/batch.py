@@ -155,6 +155,11 @@ class Batch:
         return self._tensor(self._logit_rows())
 
     @property
+    def scores_all(self) -> bool:
+        """Whether logits of every row are requested."""
+        return all(len(span.logits) == span.count for span in self.spans)
+
+    @property
     def num_logits(self) -> int:
         return sum(len(span.logits) for span in self.spans)
 

@@ -127,7 +127,7 @@ class DraftDecoder(NativeModel):
         if self.fused is not None and isinstance(attention, KernelAttention):
             plan = None if self._causal else bidirectional(attention.begin(batch))
             return self.fused(batch, attention, batch.embeds, plan)
-        return self.feed(batch, attention)
+        return self._in_graph(batch, attention) or self.feed(batch, attention)
 
     @inference
     def read_context(self, batch: Batch, attention: Attention, rows: torch.Tensor) -> None:

@@ -22,21 +22,29 @@ from forerun.attention.base import Attention, Metadata
 from forerun.attention.triton import Sizes, TritonAttention, TritonTables, lay_out, write_numbers
 from forerun.core.batch import Batch, Output
 from forerun.kernels import gpu
+from forerun.models.run.fused import RAW
 from forerun.models.run.rotary import room
 
 log = logging.getLogger("forerun")
 MOST_ROWS = 256
 """Rows above which launches cost little beside the work."""
+PROMPT = 16
+"""Rows without logits that make a span a prompt: no graph holds it."""
 PAGES, NODES = 64, 8
 """The smallest rooms for a sequence's pages and for a tree's depth."""
 
 
 class Padded(Batch):
-    """Rows whose numbers are on the device; all of them have logits."""
+    """Rows whose numbers are on the device. As many rows have logits: ``scores_all``, each of them, or else those that
+    ``logit_rows`` names."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, hidden: tuple[int, ...]) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, hidden: tuple[int, ...], scores_all: bool = True) -> None:
         super().__init__([], device, hidden=hidden)
-        self.num_rows = sizes.rows
+        self.num_rows, self._scores_all = sizes.rows, scores_all
+
+    @property
+    def scores_all(self) -> bool:
+        return self._scores_all
 
     @property
     def num_logits(self) -> int:
@@ -77,10 +85,11 @@ class Numbers:
 
 @dataclass
 class Graph:
-    """A body, captured for one bucket: its numbers and its results."""
+    """A body, captured for one bucket: its numbers, its rows and its results."""
 
     sizes: Sizes
     numbers: Numbers
+    padded: Padded
     run: Callable[[], Output]
 
     def __call__(self, batch: Batch, tables: dict[int, list[int]]) -> Output:
@@ -88,6 +97,8 @@ class Graph:
         self.numbers.wait()
         write_numbers(self.numbers.host, batch, tables, self.sizes)
         self.numbers.copy()
+        if batch.embeds is not None and self.padded.embeds is not None:
+            self.padded.embeds[: batch.num_rows].copy_(batch.embeds)
         return self.run()
 
 
@@ -121,14 +132,14 @@ class Graphs:
         self._pool: Any = None
 
     def serves(self, batch: Batch, attention: object) -> bool:
-        """Whether a graph holds this batch: few rows, all of them with logits."""
+        """Whether a graph holds this batch: few rows, and no prompt."""
         return (
             self.enabled
             and isinstance(attention, TritonAttention)
             and 0 < batch.num_rows <= MOST_ROWS
             and batch.layers is None
-            and batch.embeds is None
-            and all(len(span.logits) == span.count for span in batch.spans)
+            and batch.embed_rows is None
+            and all(span.logits and span.count - len(span.logits) < PROMPT for span in batch.spans)
         )
 
     def __call__(
@@ -139,13 +150,19 @@ class Graphs:
         assert isinstance(attention, TritonAttention)
         sizes = bucket(attention.reserve(batch))
         capture = partial(self._capture, batch, attention, sizes, body)
-        graph = self.get(attention, (sizes, batch.hidden), at(max(span.end for span in batch.spans)), capture)
+        key = sizes, batch.hidden, batch.scores_all, batch.embeds is None
+        graph = self.get(attention, key, at(max(span.end for span in batch.spans)), capture)
         if graph is None:
             return None
         output = graph(batch, attention.pool.block_tables)
         attention.finish(Metadata(batch))
-        hidden = {layer: rows[: batch.num_rows].clone() for layer, rows in output.hidden.items()}
-        return Output(output.logits[: batch.num_rows], hidden)
+        counts = {RAW: batch.num_logits}
+        hidden = {layer: rows[: counts.get(layer, batch.num_rows)].clone() for layer, rows in output.hidden.items()}
+        return Output(output.logits[: batch.num_logits], hidden)
+
+    def drop(self, owner: object) -> None:
+        """Frees an owner's graphs."""
+        self._graphs.pop(owner, None)
 
     def get(self, owner: object, key: object, at: tuple[int, ...], make: Callable[[], T]) -> T:
         """What ``make`` returned for ``key``; kept while ``owner`` lives, and until what it reads is no longer ``at``
@@ -162,12 +179,14 @@ class Graphs:
         """Captures a bucket, after running its body once on this batch, which compiles its kernels. None: there is no
         memory."""
         numbers = Numbers(sum(sizes.fields().values()), self.device)
-        padded = Padded(sizes, self.device, batch.hidden)
+        padded = Padded(sizes, self.device, batch.hidden, batch.scores_all)
+        if batch.embeds is not None:
+            padded.embeds = batch.embeds.new_zeros(sizes.rows, batch.embeds.shape[1])
         tables = lay_out(numbers.device, padded, sizes)
         write_numbers(numbers.host, batch, attention.pool.block_tables, sizes)
         numbers.copy()
         run = self.record(lambda: body(padded, tables), sizes.rows)
-        return None if run is None else Graph(sizes, numbers, run)
+        return None if run is None else Graph(sizes, numbers, padded, run)
 
     def record(self, body: Callable[[], T], rows: int) -> Callable[[], T] | None:
         """A body of so many rows as a graph. None: there is no memory, and from now on no graph is used."""

@@ -247,11 +247,13 @@ class NativeModel(TiledModel):
         self._check(batch)
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
-        if self.graphs is not None and self.tiles is None and self.graphs.serves(batch, attention):
-            output = self.graphs(batch, attention, partial(self.feed_begun, attention=attention), self._at)
-            if output is not None:
-                return output
-        return super().forward(batch, attention)
+        return self._in_graph(batch, attention) or super().forward(batch, attention)
+
+    def _in_graph(self, batch: Batch, attention: Attention) -> Output | None:
+        """A forward as a CUDA graph, if one holds the batch."""
+        if self.graphs is None or self.tiles is not None or not self.graphs.serves(batch, attention):
+            return None
+        return self.graphs(batch, attention, partial(self.feed_begun, attention=attention), self._at)
 
     def _check(self, batch: Batch) -> None:
         """Raise ModelError for input rows without token ids, if layers embed tokens, and for a choice of layers that
@@ -312,7 +314,7 @@ class NativeModel(TiledModel):
 
     def _logit_rows(self, batch: Batch) -> torch.Tensor | None:
         """The padded batch's rows to compute logits of; None: all of them."""
-        if all(len(span.logits) == span.count for span in batch.spans):
+        if batch.scores_all:
             return None
         rows = batch.logit_rows
         return rows if not len(rows) else self.pad(rows[:, None])[:, 0]

@@ -219,6 +219,8 @@ class HeadLayerDrafter(LayerDrafter[L], HeadDrafter[L]):
     def learn(self) -> None:
         super().learn()
         if self.packed != self.head.packed:
+            if self.decoder.graphs is not None:
+                self.decoder.graphs.drop(self.attention)
             self.decoder, self.packed = self._decoder(), self.head.packed
             self.find_chains()
 
