@@ -127,13 +127,25 @@ class Play:
 
 
 def play(
-    machine, policy, count, accepts, *, depth=3, length=64, requests=0, prompt=64, exists=1.0, windowed=1.0, seed=0
+    machine,
+    policy,
+    count,
+    accepts,
+    *,
+    depth=3,
+    length=64,
+    requests=0,
+    prompt=64,
+    exists=1.0,
+    windowed=1.0,
+    seed=0,
+    ends=None,
 ):
     """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
 
     ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
     chance ``exists``. Where a drafter began with the last tokens, ``windowed`` multiplies the chances. ``policy`` None:
-    plain decoding.
+    plain decoding. ``ends(request)``: after how many tokens the model ends an answer by itself.
     """
     draw = random.Random(seed)
     result, silent = Play(), 99
@@ -149,6 +161,9 @@ def play(
         if sequence.reads is None and began.get(sequence.id) is not None:
             return len(sequence.tokens)
         return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
+
+    def over(sequence):
+        return not sequence.remaining or (ends is not None and sequence.num_output >= ends(sequence.id))
 
     ticks = itertools.count()
     decides = _policy(machine, policy, depth, lag, draw, ticks)
@@ -179,6 +194,9 @@ def play(
         if machine.looks_up:
             drafts = [d.cut(s.worth(d)) if len(d) and s.worth else d for s, d in zip(running, drafts)]
         verdicts = [_verdict(sequence, draft) for sequence, draft in zip(running, drafts)]
+        for sequence, verdict in zip(running, verdicts):
+            if ends is not None:
+                del verdict.tokens[ends(sequence.id) - sequence.num_output :]
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting and not machine.looks_up else silent + 1  # a look-up leaves the caches alone
         cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
@@ -201,9 +219,9 @@ def play(
         result.rounds += 1
         result.drafted.append(rows - len(running))
         for sequence in running:
-            if not sequence.remaining:
+            if over(sequence):
                 decides.release(sequence)
-        running = [sequence for sequence in running if sequence.remaining]
+        running = [sequence for sequence in running if not over(sequence)]
     return result
 
 

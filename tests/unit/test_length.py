@@ -419,6 +419,16 @@ def test_a_draft_that_needs_the_whole_text_reads_it(prompt, length, least):
     assert seconds("fixed", 1.0) / seconds("adaptive", 0.5) > least
 
 
+@pytest.mark.parametrize(("short", "least"), [(1.0, 0.93), (0.75, 1.45), (0.0, 1.5)])
+def test_a_draft_reads_no_prompt_for_an_answer_that_ends_soon(short, least):
+    """Of a share of the answers, only three tokens come. To read one of the prompts takes as long as six tokens do."""
+    draw = random.Random(0)
+    lengths = [3 if draw.random() < short else 120 for _ in range(60)]
+    result = play(Machine(**PAIR), "adaptive", 1, lambda *_: 0.9, requests=60, prompt=200, length=256, depth=7,
+                  ends=lengths.__getitem__)  # fmt: skip
+    assert result.plain_work / result.work > least
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_useless_drafts_end_a_plan_that_nobody_watches(seed):
     """After 300 good tokens nothing is accepted: within forty rounds hardly anything is drafted."""

@@ -24,11 +24,19 @@ class AnswerLengths:
 
     def expected_remaining(self, sequence: RequestState) -> float:
         """Expected number of tokens that this answer still gets."""
+        return self.beyond(sequence, 0)[1]
+
+    def beyond(self, sequence: RequestState, wait: int) -> tuple[float, float]:
+        """The chance that this answer gets more than ``wait`` further tokens, and the expected number of those."""
         so_far, most = sequence.num_output, sequence.remaining
-        start = self.HALF + so_far
-        prior = start * log((start + most) / start) if most > 0 else 0.0
+        if most <= wait:
+            return 0.0, 0.0
+        start, end = self.HALF + so_far, self.HALF + so_far + wait
         longer = [min(length - so_far, most) for length in self.seen if length > so_far]
-        return (self.WEIGHT * prior + sum(longer)) / (self.WEIGHT + len(longer))
+        after = [length - wait for length in longer if length > wait]
+        weight = self.WEIGHT + len(longer)
+        chance = self.WEIGHT * start / end + len(after)
+        return chance / weight, (self.WEIGHT * start * log((start + most) / end) + sum(after)) / weight
 
 
 class Acceptance:

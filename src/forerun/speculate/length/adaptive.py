@@ -82,6 +82,8 @@ class Adaptive(LengthPolicy):
     """For draft models: the prior acceptance rate, and its weight in drafts."""
     WINDOWS = (64, 128, 256)
     """A drafter may start from the last so many tokens, if its backlog is at least twice as long."""
+    WAITS = (2, 4, 8, 16, 32)
+    """After so many more tokens, a drafter may begin to read."""
     WINDOW_LOSS = 24.0
     """A drafter that reads the last n tokens keeps n / (n + WINDOW_LOSS) of each rate (at 128: 0.83 to 0.89)."""
     LEAST, BETTER, FINDS = 0.05, 1.15, 0.15
@@ -467,25 +469,34 @@ class Adaptive(LengthPolicy):
                 options = [(None, backlog), *((n, n) for n in self.WINDOWS if 2 * n <= backlog)]
             elif not waits:
                 continue
-            saved = [self._rounds_saved(sequence, longest[index], n, table, count, known) for n, _ in options]
+            rates = [self._saving(sequence, longest[index], n, table, count, known) for n, _ in options]
             price = table.read.get(method, 0.0)
-            worth = [rounds * token - price * n for rounds, (_, n) in zip(saved, options)]
-            best = max(worth)
+            ways = [(tokens, share * token, price * n) for (tokens, share), (_, n) in zip(rates, options)]
+            now = self._worth(sequence, ways, 0)
+            best = max(now)
+            if waits and best > 0.0 and best < max(max(self._worth(sequence, ways, wait)) for wait in self.WAITS):
+                longest[index] = 0  # an answer that ends soon pays for no reading
+                continue
             if best > 0.0:
-                sequence.reads = options[worth.index(best)][0]
+                sequence.reads = options[now.index(best)][0]
                 if started and sequence.reads != reads:
                     del self.by_sequence[sequence.id]
             elif waits and not self._affords(price * backlog / token):
                 longest[index] = 0
 
-    def _rounds_saved(
+    def _worth(self, sequence: RequestState, ways: Sequence[tuple[float, float, float]], wait: int) -> list[float]:
+        """Seconds that each way to read saves if it begins after ``wait`` more tokens: the tokens of its rounds, the
+        seconds that a token saves, and those of reading."""
+        chance, rest = self.lengths.beyond(sequence, wait)
+        return [(rest - chance * tokens) * saved - chance * reading for tokens, saved, reading in ways]
+
+    def _saving(
         self, sequence: RequestState, cap: int, reads: int | None, table: PriceTable, count: int,
         known: dict[object, tuple[float, float]],
-    ) -> float:  # fmt: skip
-        """Plain rounds that drafts save in the rest of this answer, if its drafter starts from ``reads`` tokens.
+    ) -> tuple[float, float]:  # fmt: skip
+        """If its drafter starts from ``reads`` tokens: tokens of a round, and the plain rounds saved by each token.
 
-        ``count``: answers like this one in the batch. ``known``: tokens and speed of drafts of which there is no
-        evidence of their own.
+        ``count``: answers like this one in the batch. ``known``: results for drafts without evidence of their own.
         """
         # The plan below reads both of these; they are put back behind it.
         before, sequence.reads = sequence.reads, reads
@@ -493,14 +504,12 @@ class Adaptive(LengthPolicy):
         key = None if sequence.id in self.by_sequence else (sequence.drafter, sequence.params.greedy, cap, reads)
         if key is None or key not in known:
             best = self._best_plan([sequence], [cap], table, count)
-            known[key] = self._expected_tokens([sequence], best.depths), best.speedup
-        tokens, speedup = known[key]
-        # The last draft reaches beyond the end of the answer.
-        rest = self.lengths.expected_remaining(sequence) - tokens
+            # The last draft reaches beyond the end of the answer, so that a round's tokens save nothing.
+            known[key] = self._expected_tokens([sequence], best.depths), 1.0 - 1.0 / best.speedup
         sequence.reads = before
         if own is not None:
             self.by_sequence[sequence.id] = own
-        return rest * (1.0 - 1.0 / speedup)
+        return known[key]
 
     def state(self) -> dict[str, Any] | None:
         """What was learnt, as JSON, for the next engine of the same kind on this machine; None if it is nothing."""
