@@ -94,7 +94,7 @@ class Mtp(LayerDrafter[MtpConfig]):
     def __init__(self, config: MtpConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         context.require_decoder(self.name)
-        info = context.target.info
+        info, self.reading = context.target.info, {}
         self.layers = (info.num_layers,)
         self.needs = Needs(hidden=self.layers, model=True)
         self.chooser = Chooser.of(config, context)
@@ -133,6 +133,10 @@ class Mtp(LayerDrafter[MtpConfig]):
     def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
         self.reading = {sequences[index].id: sequences[index] for index in fitting}
         return super()._missing(sequences, fitting)
+
+    def release(self, sequence: RequestState) -> None:
+        super().release(sequence)
+        self.reading.pop(sequence.id, None)
 
     def _catch_up(self, spans: list[Span], nothing: torch.Tensor) -> None:
         """The later modules read what the first one read of texts that it has not read whole."""
