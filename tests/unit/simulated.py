@@ -127,30 +127,17 @@ class Play:
 
 
 def play(
-    machine,
-    policy,
-    count,
-    accepts,
-    *,
-    depth=3,
-    length=64,
-    requests=0,
-    prompt=64,
-    exists=1.0,
-    windowed=1.0,
-    seed=0,
-    ends=None,
-):
+    machine, policy, count, accepts, *, depth=3, length=64, requests=0, prompt=64, exists=1.0, windowed=1.0, seed=0,
+    ends=lambda request: sys.maxsize,
+):  # fmt: skip
     """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
 
     ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
     chance ``exists``. Where a drafter began with the last tokens, ``windowed`` multiplies the chances. ``policy`` None:
     plain decoding. ``ends(request)``: after how many tokens the model ends an answer by itself.
     """
-    draw = random.Random(seed)
-    result, silent = Play(), 99
-    drawn_until = {}
-    began = {}
+    draw, result, silent = random.Random(seed), Play(), 99
+    drawn_until, began = {}, {}
 
     def accepted(request, position):
         return accepts(request, position) * (1.0 if began.get(request) is None else windowed)
@@ -163,7 +150,7 @@ def play(
         return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
 
     def over(sequence):
-        return not sequence.remaining or (ends is not None and sequence.num_output >= ends(sequence.id))
+        return not sequence.remaining or sequence.num_output >= ends(sequence.id)
 
     ticks = itertools.count()
     decides = _policy(machine, policy, depth, lag, draw, ticks)
@@ -193,10 +180,7 @@ def play(
             draft.evidence = [evidence(3 + index, 0.9) for index in range(len(draft))] if machine.looks_up else []
         if machine.looks_up:
             drafts = [d.cut(s.worth(d)) if len(d) and s.worth else d for s, d in zip(running, drafts)]
-        verdicts = [_verdict(sequence, draft) for sequence, draft in zip(running, drafts)]
-        for sequence, verdict in zip(running, verdicts):
-            if ends is not None:
-                del verdict.tokens[ends(sequence.id) - sequence.num_output :]
+        verdicts = [_verdict(s, draft, ends(s.id) - s.num_output) for s, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting and not machine.looks_up else silent + 1  # a look-up leaves the caches alone
         cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
@@ -218,9 +202,8 @@ def play(
         result.emitted.append(emitted)
         result.rounds += 1
         result.drafted.append(rows - len(running))
-        for sequence in running:
-            if over(sequence):
-                decides.release(sequence)
+        for sequence in filter(over, running):
+            decides.release(sequence)
         running = [sequence for sequence in running if not over(sequence)]
     return result
 
@@ -270,13 +253,13 @@ def _draft(sequence, depth, accepts, draw):
     return Draft.chain(tokens)
 
 
-def _verdict(sequence, draft):
+def _verdict(sequence, draft, left):
     matched = draft.tokens.index(1) if 1 in draft.tokens else len(draft)
     verdict = Verdict(path=list(range(matched)), token=0, fed=1)
     verdict.tested = min(matched + 1, len(draft))
     wrong = draft.shadow is not None and draft.shadow.depth == matched and draft.shadow.token == 1
     after = 2 if wrong or matched < len(draft) else 0
-    verdict.tokens = ([0] * matched + [after])[: sequence.remaining]
+    verdict.tokens = ([0] * matched + [after])[: min(sequence.remaining, left)]
     return verdict
 
 

@@ -119,6 +119,7 @@ def test_a_name_of_the_laboratory_says_how_to_install_it(monkeypatch):
             registry[name]
     assert "medusa" in forerun.pretrained.folders()
     monkeypatch.setattr("forerun.pretrained.has_lab", lambda name: False)
+    monkeypatch.setattr("forerun.pretrained.folders", forerun.pretrained.folders.__wrapped__)  # without its cache
     with pytest.raises(ForerunError, match=r"no bundled model is called 'medusa'.*pip install \./lab"):
         forerun.pretrained.path("medusa")
 

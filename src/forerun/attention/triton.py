@@ -216,12 +216,11 @@ def _attend(
     running = tl.full([ROWS * PADDED], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS * PADDED], tl.float32)
     result = tl.zeros([ROWS * PADDED, VALUE_PADDED], tl.float32)
-    table = tables + span * table_stride
+    table, block = tables + span * table_stride, split
     head_k, head_v = head * head_stride_k, head * head_stride_v
     branches = False
     if TREES:
         branches = tl.load(tree + span) != 0
-    block = split
     while block < blocks:
         place = block * KEYS + tl.arange(0, KEYS)
         if (block + 1) * KEYS > oldest:

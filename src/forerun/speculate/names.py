@@ -22,7 +22,7 @@ SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""
 KEYS = {
     "cascade": "drafters min_confidence",
-    "dflash": "model adapt tree_nodes confidence_threshold quantization",
+    "dflash": "model adapt tree_nodes confidence_threshold quantization prefill_chunk",
     "draft_model": DRAFT_MODEL,
     "eagle": "prefill_chunk model adapt tree_nodes confidence_threshold quantization",
     "merged": "drafters",
