@@ -138,6 +138,14 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     assert second.asked == [2, 3]
 
 
+def test_a_cascade_must_read_what_its_draft_model_must_read():
+    """Otherwise nothing says that a draft costs the reading of a prompt."""
+    llm = LLM(speculative_config={"method": "cascade"})
+    one, cascade = sequence(1), llm.engine.router.drafters["cascade"]
+    one.tokens = list(range(10, 60))
+    assert cascade.backlog(one) == len(one.tokens)
+
+
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize(
     ("options", "tokens"), [({}, [4]), ({"min_confidence": 0.9}, [8]), ({"min_confidence": 0.6}, [4, 5])]

@@ -118,6 +118,9 @@ class CompositeDrafter(Drafter[P]):
         for drafter in self.inner:
             drafter.rewind(sequence)
 
+    def backlog(self, sequence: RequestState) -> int:
+        return sum(drafter.backlog(sequence) for drafter in self.inner)
+
     def cached_tokens(self, sequence: RequestState) -> list[int] | None:
         """The longest prefix of any inner drafter."""
         cached = [tokens for drafter in self.inner if (tokens := drafter.cached_tokens(sequence)) is not None]

@@ -20,7 +20,7 @@ class AnswerLengths:
     WEIGHT = 4.0
 
     def __init__(self) -> None:
-        self.seen: deque[int] = deque(maxlen=64)
+        self.seen: deque[int] = deque(maxlen=24)
 
     def expected_remaining(self, sequence: RequestState) -> float:
         """Expected number of tokens that this answer still gets."""
