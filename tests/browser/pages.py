@@ -49,6 +49,15 @@ def settle(page, **options):
     page.check("#coloured")
 
 
+def begin_long_answer(talk, rounds):
+    """Asks for an answer that stops after eight rounds until more are released. Some of it is there then."""
+    rounds.release(8)
+    talk.fill("#max_tokens", "2000")
+    talk.fill("#message", "Go on and on")
+    talk.keyboard.press("Enter")
+    expect(talk.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+
+
 def ended(page):
     """Nothing is in progress any more."""
     expect(page.locator(".run:visible")).to_be_visible(timeout=30 * SECONDS)

@@ -1,7 +1,7 @@
 """The playground as a conversation, in headless Chromium, on a desktop's and a phone's size."""
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, ask, ended, screenshot, shown, visit
+from pages import DESKTOP, PHONE, SECONDS, ask, begin_long_answer, ended, screenshot, shown, visit
 from playwright.sync_api import expect
 
 both = pytest.mark.parametrize("talk", [DESKTOP, PHONE], indirect=True, ids=["desktop", "phone"])
@@ -68,11 +68,7 @@ def test_the_answer_comes_before_the_options(talk):
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_a_stopped_answer_stays_as_far_as_it_came(talk, talking, hold, how):
     rounds = hold(talking)
-    rounds.release(8)
-    talk.fill("#max_tokens", "2000")
-    talk.fill("#message", "Go on and on")
-    talk.keyboard.press("Enter")
-    expect(talk.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+    begin_long_answer(talk, rounds)
     expect(talk.locator("#composer .run")).to_be_hidden()
     talk.keyboard.press("Escape") if how == "Escape" else talk.locator("#composer .stop").click()
     expect(talk.locator(".verdict")).to_contain_text("· stopped", timeout=20 * SECONDS)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, ask, contrast, ended, screenshot, settle, visit
+from pages import DESKTOP, PHONE, SECONDS, ask, begin_long_answer, contrast, ended, screenshot, settle, visit
 from playwright.sync_api import expect
 
 SIZES = {"desktop": DESKTOP, "phone": PHONE}
@@ -147,11 +147,7 @@ def test_a_reload_keeps_the_conversation_to_the_last_token(talk):
 
 def test_a_reload_keeps_what_has_come_of_an_answer(talk, talking, hold):
     rounds = hold(talking)
-    rounds.release(8)
-    talk.fill("#max_tokens", "2000")
-    talk.fill("#message", "Go on and on")
-    talk.keyboard.press("Enter")
-    expect(talk.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+    begin_long_answer(talk, rounds)
     talk.reload()
     rounds.release(1000)
     expect(talk.locator(".question")).to_have_text("Go on and on", timeout=20 * SECONDS)
