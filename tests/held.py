@@ -7,6 +7,8 @@ import gc
 from pathlib import Path
 from typing import NamedTuple
 
+from forerun.models.formats import compiled
+
 
 class Held(NamedTuple):
     """With everything given back that can be: Python objects that the collector knows, resident bytes, and bytes that
@@ -36,3 +38,8 @@ def held():
     heap = libc.mallinfo2()
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
     return Held(len(gc.get_objects()), resident, heap.uordblks + heap.hblkhd)
+
+
+def new_block(monkeypatch):
+    """Weights from here on are in a new block of 64 MB, so that none begins between two measurements."""
+    monkeypatch.setattr(compiled.arena, "free", compiled.arena.free[:0])

@@ -28,7 +28,7 @@ from forerun.serve import models
 from forerun.serve.app import create_app
 from forerun.serve.models import Library
 from forerun.serve.options import ServerOptions, seconds_of
-from held import held
+from held import held, new_block
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
@@ -279,8 +279,9 @@ def test_durations():
         refused(ConfigError, "seconds or a text such as 5m", seconds_of, odd)
 
 
-def test_memory_is_given_back(here):
+def test_memory_is_given_back(here, monkeypatch):
     """By objects and bytes of each model that came and went; one that stays has 200 kB and its caches."""
+    new_block(monkeypatch)
     sizes = []
     with library() as (_, _, http):
         for count in (3, 9):

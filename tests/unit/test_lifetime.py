@@ -10,11 +10,10 @@ import pytest
 
 from forerun import LLM, BeamSearchParams, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.engine import auto
-from forerun.models.formats import compiled
 from forerun.speculate.draft import drafters
 from forerun.speculate.length.adaptive import Adaptive
 from gguf_files import write_model
-from held import held
+from held import held, new_block
 from refusals import refused
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -151,8 +150,7 @@ def _close_within(folder):
 def test_many_in_turn_take_the_memory_of_one(tiny_target, monkeypatch):
     """By objects and bytes of each; an LLM that stays has 300 and 2.6 million here."""
     config = {"method": "draft_model", "model": tiny_target, "length": "adaptive"}
-    # A block of weights is 64 MB. With a new one, none begins between the two measurements.
-    monkeypatch.setattr(compiled.arena, "free", compiled.arena.free[:0])
+    new_block(monkeypatch)
     sizes = []
     for count in (2, 12):
         for _ in range(count):
