@@ -29,8 +29,8 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.measure.plan import Trial
 from forerun.speculate.length.prices import Prices
 from forerun.tune import data
-from forerun.tune.config import TuneConfig
-from forerun.tune.run import tune
+from forerun_lab.tune.config import TuneConfig
+from forerun_lab.tune.run import tune
 from here import LEFT_OUT
 from hybrids import save_hybrid
 from promised import promising

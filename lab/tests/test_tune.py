@@ -17,10 +17,10 @@ from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.tune.config import TuneConfig
 from forerun_lab.tune import choose, features, loop
 from forerun_lab.tune import data as texts
 from forerun_lab.tune import run as stages
+from forerun_lab.tune.config import TuneConfig
 from forerun_lab.tune.fit import factor_of
 from forerun_lab.tune.kinds import EAGLE
 from forerun_lab.tune.state import TuneState

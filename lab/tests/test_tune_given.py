@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore
-from forerun.tune.config import TuneConfig
 from forerun_lab.tune import run as stages
+from forerun_lab.tune.config import TuneConfig
 from forerun_lab.tune.data import Data
 from forerun_lab.tune.features import Features, Writer
 from forerun_lab.tune.kinds import PARALLEL_DEPTH

@@ -35,10 +35,9 @@ COMMANDS = {
     "serve": "serve:serve",
     "batch": "serve:batch",
     "tune": "tune:tune",
-    "export": "tune:export",
 }
 """Each command's function, as ``module:name``."""
-LAB = ("reproduce", "train")
+LAB = ("export", "reproduce", "train")
 """Commands of the distribution forerun-lab."""
 GROUP = "forerun.commands"
 """The entry-point group of commands that other distributions add."""

@@ -107,7 +107,7 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     """Prints what ``tune --draft`` would choose. Raises ConfigError."""
     from forerun.tune.config import PairConfig
     from forerun.tune.page import pair_page
-    from forerun.tune.pair import search, verdict
+    from forerun.tune.run import search, verdict
 
     if settings["draft"] is None:
         raise ConfigError("--minutes needs a draft model: add --spec-model")

@@ -1,4 +1,4 @@
-"""``forerun tune`` and ``forerun export``."""
+"""``forerun tune``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import typer
 from forerun.cli.console import out, set_threads
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
-from forerun.tune.config import PairConfig, TuneConfig
+from forerun.core.registry import from_lab, has_lab
+from forerun.tune.config import PairConfig, TuneOptions
 
-TUNE = Flags("options", flags_of(TuneConfig, "Tuning", skip=("model", "out")))
-SHARED = ("quantization", "answer", "seed", "threads", "progress")
-"""Options that apply with and without ``--draft``."""
-PAIR = Flags("pair", flags_of(PairConfig, "With --draft", skip=("model", "draft", *SHARED)))
+SHARED = flags_of(TuneOptions, "Tuning", skip=("model",))
+LAB = "training"
+TUNE: Flags = from_lab(LAB, "tune without --draft").TUNE if has_lab(LAB) else Flags("options", SHARED)
+PAIR = Flags("pair", flags_of(PairConfig, "With --draft", skip=("model", "draft", *(flag.name for flag in SHARED))))
 
 
 @takes(PAIR, TUNE)
@@ -50,28 +51,16 @@ def tune(
         raise ConfigError(f"--{given} needs --draft: add that or remove --{given}")
     if draft is not None:
         return _tune_pair(model, draft, out_folder, pair, options)
-    config = TuneConfig(model=model, out=out_folder, **options)
-    set_threads(config.threads or None)
-    from forerun.tune.run import Stopped
-    from forerun.tune.run import tune as run
-
-    try:
-        run(config, _say)
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
-        print(f"stopped: {out_folder / 'run'} is kept; the same command resumes", file=sys.stderr)
-        return 130
-    return 0
+    status: int = from_lab(LAB, "tune without --draft").tune(model, out_folder, options, _say)
+    return status
 
 
 def _tune_pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> int:
     """``forerun tune --draft``; the exit code. Raises ConfigError for options of training."""
     for name in options:
-        if name not in SHARED:
+        if name not in [flag.name for flag in SHARED]:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect with --draft: remove one")
-    from forerun.tune.pair import tune_pair
+    from forerun.tune.run import tune_pair
 
     config = PairConfig(model=model, draft=draft, **given, **options)
     set_threads(config.threads or None)
@@ -85,18 +74,3 @@ def _tune_pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], o
 
 def _say(line: str) -> None:
     out().print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def export(
-    head: Annotated[str, typer.Argument(help="Folder of an eagle head, or forerun:eagle.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
-    target: Annotated[str, typer.Option(help="Checkpoint folder of the target.")] = "forerun:target",
-    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="Format.")] = "speculators",
-) -> None:
-    """Export a trained eagle head for another engine.
-
-    speculators is vLLM's format, sglang is SGLang's. Prints the command that serves the model with the head there.
-    """
-    from forerun.tune.export import export_head
-
-    print(export_head(head, target, out, form))

@@ -34,7 +34,7 @@ def start(context: typer.Context) -> None:
 
 def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
     """Exit status: 0 for a training that ends, 130 for one stopped by Ctrl-C, whose progress is saved and reported."""
-    from forerun.tune.run import Stopped
+    from forerun_lab.tune.config import Stopped
 
     try:
         train()

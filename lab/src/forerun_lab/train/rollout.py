@@ -10,8 +10,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
-from forerun.tune.progress import progress
 from forerun_lab.tune.loop import wait_while_paused
+from forerun_lab.tune.progress import progress
 
 PROMPT = 64  # tokens of the corpus before each continuation
 CONTINUATION = 447  # tokens written after it

@@ -16,7 +16,7 @@ from forerun.measure.search import Race
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
 from forerun.tune.page import header, label, minutes
-from forerun.tune.progress import progress
+from forerun_lab.tune.progress import progress
 from forerun_lab.tune.state import TuneState
 
 HISTORY: tuple[dict[str, Any], ...] = (

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.core.folders import replace_with
-from forerun.tune.progress import progress
-from forerun.tune.run import Stopped
-from forerun_lab.tune.config import LoopSettings
+from forerun_lab.tune.config import LoopSettings, Stopped
+from forerun_lab.tune.progress import progress
 
 CHECKPOINT = "checkpoint.pt"
 UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)

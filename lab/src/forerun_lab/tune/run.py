@@ -27,11 +27,9 @@ from forerun.models.files.open import fingerprint, read_config, resolve
 from forerun.models.formats import int8
 from forerun.models.weights import sanity
 from forerun.speculate.draft import datastore, drafters
-from forerun.tune.config import SHARES, TEXTS, TuneConfig
-from forerun.tune.progress import progress
 from forerun_lab.tune import choose, loop
 from forerun_lab.tune.choose import page
-from forerun_lab.tune.config import LoopSettings
+from forerun_lab.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
 from forerun_lab.tune.data import Data, read
 from forerun_lab.tune.features import ROWS, Features, HiddenStateRecorder, Writer, save_part
 from forerun_lab.tune.kinds import (
@@ -46,6 +44,7 @@ from forerun_lab.tune.kinds import (
     save_start,
 )
 from forerun_lab.tune.more_kinds import KINDS
+from forerun_lab.tune.progress import progress
 from forerun_lab.tune.state import TuneState, load_target
 
 VERSION = 3

@@ -152,7 +152,7 @@ class HeadDrafter(FeatureDrafter[C]):
 
     def _load(self, config: C, target: Model) -> Head:
         if config.model is None and target.info.name != f"{BUNDLED}target":
-            name, lab = target.info.name, "" if has_lab("tune") else " (in forerun-lab: pip install ./lab)"
+            name, lab = target.info.name, "" if has_lab("training") else " (in forerun-lab: pip install ./lab)"
             how = f"'forerun train {self.name} --target {name} --out FOLDER'{lab} makes one"
             if self.name == "eagle":
                 how = f"'forerun tune {name} --out FOLDER'{lab} makes one, which 'tuned' takes instead of a method"
