@@ -167,7 +167,7 @@ def play(
         drafting = [i for i, budget in enumerate(budgets) if budget]
         behind = 0
         for i in drafting:
-            window = None if running[i].id in drawn_until else running[i].reads
+            window = None if running[i].id in drawn_until or not _models(machine) else running[i].reads
             behind += min(lag(running[i]), window or sys.maxsize)
             if window is not None or running[i].reads is None:
                 began[running[i].id] = running[i].reads
@@ -208,8 +208,13 @@ def play(
     return result
 
 
+def _models(machine):
+    """The methods with a model of their own, which may begin with the last tokens of a text; a head reads all."""
+    return frozenset({"m"} if machine.own_model or machine.per_token_behind > 1.0 else ())
+
+
 def _policy(machine, policy, depth, lag, draw, ticks):
-    models = frozenset({"m"} if machine.own_model or machine.per_token_behind > 1.0 else ())
+    models = _models(machine)
 
     @contextmanager
     def trials(sequences):
@@ -223,7 +228,7 @@ def _policy(machine, policy, depth, lag, draw, ticks):
         yield time_round, {"m": 1e-3 * machine.per_token_behind}
 
     nodes, parts = {"m": list(range(depth + 1))}, {"m": Parts(("m",), None)} if machine.looks_up else {}
-    setting = Setting(nodes, machine.multiple, lag, models, machine.mixture, parts, trials)
+    setting = Setting(nodes, machine.multiple, lag, models, models, machine.mixture, parts, trials)
     decides = policies[policy or "fixed"](setting)
     if isinstance(decides, Adaptive):
         decides.clock = lambda: next(ticks) * 1e-3 * machine.host

@@ -1,12 +1,15 @@
-"""A draft model may begin with the last tokens of a text, or wait until reading it pays."""
+"""A draft model may begin with the last tokens of a text, or wait until reading it pays; a head may wait."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from simulated import Machine, play
 
 from forerun import LLM, SamplingParams
 from forerun.core.request import RequestState
+from forerun.speculate.draft import drafters
 from forerun.speculate.length.base import Fixed
 
 pytestmark = pytest.mark.usefixtures("prices_as_delivered")
@@ -93,6 +96,25 @@ def test_whole_requests_are_not_slower(prompt, length):
         assert plain / seconds("fixed") < 0.7
 
 
+HEAD = {"base": 8.6, "per_sequence": 0.0, "per_row": 0.6, "draft": 0.6, "per_level": 0.5, "per_draft_token": 0.0}
+"""SmolLM2 and its bundled head on two cores, in milliseconds."""
+HEAD_READING, HEAD_PREFILL = 0.18, 1.8
+
+
+@pytest.mark.parametrize("prompt", [300, 1500])
+@pytest.mark.parametrize("length", [3, 8, 15, 128])
+def test_a_head_waits_where_reading_does_not_pay(prompt, length):
+    """It cannot begin with the last tokens: it reads a whole prompt or none of it."""
+    machine = Machine(**HEAD, per_token_behind=HEAD_READING, multiple=1)
+
+    def seconds(policy):
+        given = {"depth": 4, "length": 500, "requests": 12, "prompt": prompt, "ends": lambda request: length}
+        runs = [play(machine, policy, 1, lambda *_: 0.7, seed=seed, **given) for seed in range(3)]
+        return sum(run.work for run in runs) + 3 * 12 * prompt * 1e-3 * HEAD_PREFILL
+
+    assert seconds(None) / seconds("adaptive") > (0.97 if length < 128 else 1.04)
+
+
 def test_a_draft_that_was_useless_once_is_read_again():
     """Nothing is accepted in the first three answers; in the last ones drafts are used, though prompts must be read."""
     machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
@@ -116,3 +138,57 @@ def test_a_batch_of_short_answers_does_not_pay_for_reading():
         return sum(play(machine, policy, 4, lambda *_: 0.7, seed=seed, **given).work for seed in range(3))
 
     assert seconds(None) / seconds("adaptive") > 0.98
+
+
+@pytest.fixture
+def headed(tiny_target, tmp_path):
+    config = {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path), "prefill_chunk": 16}
+    return LLM(tiny_target, speculative_config=config, page_size=4, max_num_seqs=2)
+
+
+class Waiting(Fixed):
+    """Drafts begin after ``tokens`` of an answer."""
+
+    tokens = 0
+
+    def budgets(self, sequences):
+        self.backlogs = {sequence.id: self.setting.backlog(sequence) for sequence in sequences}
+        budgets = super().budgets(sequences)
+        return [n * (s.num_output >= self.tokens) for n, s in zip(budgets, sequences)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["answered", "cancelled", "preempted"])
+@pytest.mark.parametrize("tokens", [0, 5, 99])
+def test_a_head_tells_what_it_must_read_and_may_wait(headed, tokens, ending):
+    """The answer and the next turn's are the same; what was not read by then is not read at its end."""
+    engine, prompt = headed.engine, list(range(3, 60))
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    engine.policy = policy = Waiting(engine.policy.setting)
+    policy.tokens = tokens
+    (drafter,) = engine.router.drafters.values()
+    read, run = [], drafter._run
+    drafter.chains = None  # so that every pass is seen
+    drafter._run = lambda spans, feature: read.append(len(feature)) or run(spans, feature)
+    turns = [prompt]
+    for _ in range(2):
+        (plain,) = headed.generate([turns[-1]], params, use_tqdm=False, speculate=False)
+        read.clear()
+        job = engine.add(turns[-1], params)[0]
+        while not job.sequence.num_output:
+            engine.step()
+        cached = drafter.skipped[job.sequence.id]
+        assert drafter.backlog(job.sequence) == len(job.sequence.tokens) - 1 - cached
+        assert sum(len(rows) for rows in drafter.pending[job.sequence.id]) == drafter.backlog(job.sequence)
+        while engine.busy:
+            engine.step()
+            if ending != "answered" and job.sequence.num_output > 3:
+                engine.abort(job) if ending == "cancelled" else engine.scheduler.preempt(job.sequence)
+                ending = "answered"
+        emitted = job.sequence.tokens[len(turns[-1]) :]
+        assert emitted == plain.outputs[0].token_ids[: len(emitted)]
+        assert bool(read) == (tokens < len(emitted) - 1)
+        assert not drafter.pending
+        assert not drafter.seen
+        turns.append([*turns[-1], *plain.outputs[0].token_ids, 7, 8, 9, 10])
+    engine.check()

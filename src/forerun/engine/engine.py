@@ -144,6 +144,7 @@ class Engine:
             self.model.row_multiple,
             _weak(router.backlog),
             router.model_drafters,
+            frozenset(name for name, drafter in router.drafters.items() if drafter.can_skip),
             self.model.info.mixture,
             parts={name: drafter.parts() for name, drafter in router.drafters.items()},
             trials=partial(trials, weakref.proxy(self)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft.base import Drafter
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import Fixed, Setting
 from forerun.speculate.length.prices import Timed, TimeRound
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PROMPT = 64
 """Tokens of a made-up prompt."""
+READS = 32
+"""Most rounds in which drafters read the prompts."""
 
 
 class _Budgets(Fixed):
@@ -126,15 +129,19 @@ class MadeUp:
     def read(self) -> dict[str, float]:
         """By method, the seconds in which its drafter read a token of the prompts."""
         seconds = {}
-        for name, drafter in self.router.drafters.items():
-            if name != self.sequences[0].drafter:
-                self._begin(name)
-            backlog = sum(drafter.backlog(sequence) for sequence in self.sequences)
-            first = self.time_round(name, 1, 2).draft
-            again = min(self.time_round(name, 1, 2).draft for _ in range(2))
-            if backlog > self.count:
-                seconds[name] = max(0.0, first - again) / backlog
+        for name, drafter in [*self.router.drafters.items()] * 2:  # the first time, weights are put in place
+            self._begin(name)
+            few = self.count * (drafter.config.num_speculative_tokens + 1)
+            backlog, times = self._backlog(drafter), []
+            while self._backlog(drafter) > few and len(times) < READS:  # it reads a part of them in each round
+                times.append(self.time_round(name, 1, 2).draft)
+            if times:
+                again = min(self.time_round(name, 1, 2).draft for _ in range(2))
+                seconds[name] = max(0.0, sum(times) - len(times) * again) / backlog
         return seconds
+
+    def _backlog(self, drafter: Drafter[Any]) -> int:
+        return sum(drafter.backlog(sequence) for sequence in self.sequences)
 
     def free(self) -> None:
         for sequence in self.sequences:

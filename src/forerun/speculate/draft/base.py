@@ -187,6 +187,8 @@ class Drafter(ABC, Generic[C]):
     """Whether ``observe`` is called after every round; False: only after rounds with a call of ``propose``."""
     looks_up: bool = False
     """Whether it drafts from the request's own text, ``RequestState.lookup`` included."""
+    can_skip: bool = False
+    """Whether it may begin with the last tokens of a text (``RequestState.reads``); False: it reads all or waits."""
     inner: Sequence[Drafter[Any]] = ()
     """Drafters that this one is made of."""
     per_sequence: ClassVar[tuple[str, ...]] = ()

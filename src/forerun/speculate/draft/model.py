@@ -153,7 +153,6 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.prepends_source = has_source and self.model.info.encoder is None
         """A decoder that drafts for an encoder-decoder: it reads source and answer as one text."""
         self.can_skip = not self.prepends_source and not config.use_heterogeneous_vocab
-        """Whether it can leave out the beginning of a text."""
         longest = context.max_model_len * (2 if self.prepends_source else 1)
         self.max_len = min(self.model.info.max_len, config.max_model_len or longest)
         self.attention = new_attention(

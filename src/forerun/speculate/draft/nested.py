@@ -83,6 +83,7 @@ class CompositeDrafter(Drafter[P]):
         hidden = tuple(sorted({layer for need in needs for layer in need.hidden}))
         self.needs = Needs(hidden, any(need.model for need in needs), rows=max(need.rows for need in needs))
         self.looks_up = any(drafter.looks_up for drafter in self.inner)
+        self.can_skip = any(drafter.can_skip for drafter in self.inner)
         self.proposed: list[dict[int, Draft]] = [{} for _ in self.inner]
 
     def ask(self, number: int, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:

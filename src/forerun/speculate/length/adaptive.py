@@ -466,7 +466,8 @@ class Adaptive(LengthPolicy):
             if started and reads is not None:
                 options.append((None, len(sequence.tokens)))
             elif waits and not started:
-                options = [(None, backlog), *((n, n) for n in self.WINDOWS if 2 * n <= backlog)]
+                windows = self.WINDOWS if method in self.setting.skips else ()
+                options = [(None, backlog), *((n, n) for n in windows if 2 * n <= backlog)]
             elif not waits:
                 continue
             rates = [self._saving(sequence, longest[index], n, table, count, known) for n, _ in options]

@@ -31,6 +31,7 @@ class Setting:
         row_multiple: Rows of one forward are padded to a multiple of it.
         backlog: How many committed tokens the drafter of a sequence must read before it can draft.
         models: Methods that draft with a model of their own.
+        skips: Methods that may begin with the last tokens of a text; the others read all of it, or wait.
         mixture: The target's experts, if it has any.
         parts: By method; without an entry, a method pays for each token.
         trials: Runs rounds that measure prices; None: there is nothing to run them.
@@ -42,6 +43,7 @@ class Setting:
     row_multiple: int = 1
     backlog: Callable[[RequestState], int] = lambda sequence: 0
     models: frozenset[str] = frozenset()
+    skips: frozenset[str] = frozenset()
     mixture: MixtureInfo | None = None
     parts: Mapping[str, Parts] = field(default_factory=dict)
     trials: Trials | None = None

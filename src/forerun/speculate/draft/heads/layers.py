@@ -134,8 +134,10 @@ class LayerDrafter(FeatureDrafter[L]):
 
     @inference
     def release(self, sequence: RequestState) -> None:
-        """Reads what its last round left behind, so that the text's next reader finds all of it."""
-        behind = sequence.id in self.pending and self.seen[sequence.id] >= len(sequence.tokens) - 1
+        """Reads what its last round left behind, so that the text's next reader finds all of it. Of a text that it has
+        not begun, it reads nothing: the answer ended before that paid."""
+        begun = sequence.id in self.pending and sequence.id in self.attention.pool.block_tables
+        behind = begun and self.seen[sequence.id] >= len(sequence.tokens) - 1
         works = sequence.drafter is not None and sequence.group is None and self.tree is not None
         if behind and works and self._fits(sequence, 0):
             spans, feature, _ = self._missing([sequence], [0])
@@ -196,6 +198,9 @@ class LayerDrafter(FeatureDrafter[L]):
             tokens = sequence.tokens[first : first + count]
             spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == backlog else []))
         return spans, self.feature(torch.cat(rows)).contiguous(), ready
+
+    def backlog(self, sequence: RequestState) -> int:
+        return self._end(sequence) - self.attention.pool.length(sequence.id) if self.ready(sequence) else 0
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
