@@ -36,6 +36,7 @@ from hybrids import save_hybrid
 from promised import promising
 from tiny import ALPHABET, EOS, UNKNOWN, save_checkpoint, tiny_llama
 from tiny_seq2seq import save_seq2seq
+from warm import Warm
 
 # Tests make thousands of engines: each measures prices once, roughly.
 DELIVERED = {"SWEEPS": Prices.SWEEPS, "ROUNDS": Prices.ROUNDS}
@@ -129,6 +130,14 @@ def cpu_attention(request, monkeypatch):
     """Caches made in the test attend through our kernel where it is here, then through torch."""
     if request.param == "torch":
         monkeypatch.setattr("forerun.models.run.base.can_attend", lambda *_: False)
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Starts programs with everything imported."""
+    one = Warm()
+    yield one
+    one.close()
 
 
 @pytest.fixture(scope="session")

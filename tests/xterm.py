@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import struct
-import subprocess
 from time import monotonic
 
 import pyte
@@ -22,17 +21,15 @@ class _Screen(pyte.HistoryScreen):
 
 
 class Xterm:
-    def __init__(self, command, columns=100, rows=30, term="xterm-256color", **environment):
+    def __init__(self, warm, arguments, columns=100, rows=30, term="xterm-256color", **options):
+        """``warm``, ``arguments``, ``options``: as in ``warm.Warm.start``."""
         import fcntl
         import termios
 
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env={**kept, "TERM": term, **environment},
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        around = {**dict.fromkeys(("COLUMNS", "LINES", "NO_COLOR")), "TERM": term}
+        self.process = warm.start(arguments, slave, slave, slave, terminal=True, **around, **options)
         os.close(slave)
         self.screen = _Screen(columns, rows, self.type)
         self.stream = pyte.ByteStream(self.screen)
@@ -85,5 +82,5 @@ class Xterm:
 
     def close(self):
         self.process.kill()
-        self.process.wait()
+        self.process.wait(30)
         os.close(self.master)

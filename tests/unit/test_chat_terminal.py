@@ -1,7 +1,6 @@
 """``forerun chat`` and ``forerun run`` on a terminal."""
 
 import re
-import sys
 
 import pytest
 
@@ -14,11 +13,11 @@ READY = r"/help lists the commands\n>>>$"
 
 
 @pytest.fixture
-def xterm():
+def xterm(warm):
     opened = []
 
-    def start(command, **options):
-        opened.append(Xterm(command, **options))
+    def start(*arguments, **options):
+        opened.append(Xterm(warm, arguments, **options))
         return opened[-1]
 
     yield start
@@ -29,8 +28,7 @@ def xterm():
 @pytest.fixture
 def terminal(chat_model, xterm):
     def start(*arguments, **options):
-        command = [sys.executable, "-m", "forerun", "chat", "--threads", "1", "--model", chat_model, *arguments]
-        return xterm(command, OMP_NUM_THREADS="1", **options)
+        return xterm("chat", "--threads", "1", "--model", chat_model, *arguments, **options)
 
     return start
 
@@ -43,11 +41,11 @@ def saved(shown, path):
 
 
 def test_text_is_marked_as_pasted_only_if_that_was_asked_for(xterm):
-    plain = xterm([sys.executable, "-c", "print(repr(input('? ')), repr(input('? ')))"])
+    plain = xterm(code="print(repr(input('? ')), repr(input('? ')))")
     plain.wait(r"\?$")
     plain.paste("a\nb\n")
     plain.wait(r"'a' 'b'")
-    asks = xterm([sys.executable, "-c", "print(repr(input('? \\x1b[?2004h')), repr(input('? ')))"])
+    asks = xterm(code="print(repr(input('? \\x1b[?2004h')), repr(input('? ')))")
     asks.wait(r"\?$")
     asks.paste("a\nb\n")
     asks.wait(r"\[200~a' 'b")
@@ -144,11 +142,11 @@ def test_words_are_whole_in_a_narrow_terminal(terminal, tmp_path):
 
 
 def test_run_answers_once(xterm, chat_model):
-    command = [sys.executable, "-m", "forerun", "run", chat_model, "--threads", "1", "--max-tokens", "5"]
-    shown = xterm([*command, "two", "words"], OMP_NUM_THREADS="1")
+    command = ["run", chat_model, "--threads", "1", "--max-tokens", "5"]
+    shown = xterm(*command, "two", "words")
     assert shown.ended() == 0
     assert re.search(r" 5 tokens.* 14 of 14 prompt tokens read", " ".join(shown.lines()))  # u:two words;a:
-    chatting = xterm(command, OMP_NUM_THREADS="1")
+    chatting = xterm(*command)
     chatting.wait(READY)
     chatting.type("/bye\r")
     assert chatting.ended() == 0

@@ -50,7 +50,8 @@ SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--pro
 def check(capsys, tiny_target, tiny_draft, monkeypatch):
     monkeypatch.setattr(invariance, "MOST_RUNS", 2)  # sixteen take minutes
 
-    def call(*options):
+    def call(*options, rows=60):
+        monkeypatch.setattr(invariance, "ROWS", rows)
         code = run(["check", "--model", tiny_target, "--spec-model", tiny_draft, *SMALL, "--json", *options])
         return code, json.loads(capsys.readouterr().out)
 
@@ -62,7 +63,7 @@ def failures(result):
 
 
 def test_everything_holds_on_the_tiny_pair(check):
-    code, result = check("--samples", "60")
+    code, result = check("--samples", "60", rows=invariance.ROWS)
     assert (code, result["passed"], result["tested"], failures(result)) == (0, True, True, set())
     results = [(item["check"], item["what"], item["layout"], item["temperature"]) for item in result["results"]]
     for method, layout, temperature in itertools.product(
@@ -129,8 +130,9 @@ def test_a_context_without_two_rows_to_compare_is_not_tested():
 
 
 def test_a_quick_check_tests_everything_that_a_whole_one_does(capsys, tiny_target, tiny_draft, monkeypatch):
-    monkeypatch.setattr(invariance, "MOST_RUNS", 2)
     """The time is told before; explicit options win over those of --quick."""
+    monkeypatch.setattr(invariance, "ROWS", 60)
+    monkeypatch.setattr(invariance, "MOST_RUNS", 2)
     pair = ["check", "--model", tiny_target, "--spec-model", tiny_draft, "--prompt-set", "random", "--quick", "--json"]
     assert run([*pair, "--samples", "60"]) == 0
     captured = capsys.readouterr()
