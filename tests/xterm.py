@@ -81,6 +81,5 @@ class Xterm:
         return self.process.wait(seconds)
 
     def close(self):
-        self.process.kill()
-        self.process.wait(30)
+        self.process.close()
         os.close(self.master)

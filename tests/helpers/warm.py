@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib import import_module
-from time import monotonic
 
 IMPORTED = (
     "forerun.cli.chat_session", "forerun.cli.generate", "forerun.engine.llm", "forerun.engine.async_engine",
@@ -40,6 +40,27 @@ class Warm:
         os.close(theirs)
         return Child(ours)
 
+    def run(self, *arguments, seconds=240, **options):
+        """As ``subprocess.run`` with its output captured as text."""
+        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = self.start(arguments, nothing.fileno(), out.fileno(), err.fileno(), **options)
+            try:
+                code = child.wait(seconds)
+            finally:
+                child.kill()
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+    def piped(self, *arguments, **options):
+        """One whose output, errors included, is the text of its ``stdout``."""
+        ours, theirs = os.pipe()
+        with open(os.devnull) as nothing:
+            child = self.start(arguments, nothing.fileno(), theirs, theirs, **options)
+        os.close(theirs)
+        child.stdout = open(ours)  # noqa: SIM115
+        return child
+
     def close(self):
         self.socket.close()
         self.process.wait(30)
@@ -49,7 +70,7 @@ class Child:
     """As a ``subprocess.Popen``."""
 
     def __init__(self, status):
-        self.status, self.returncode = status, None
+        self.status, self.returncode, self.stdout = status, None, None
         self.pid = int(self._read(60))
 
     def _read(self, seconds):
@@ -64,10 +85,9 @@ class Child:
         return self.returncode
 
     def poll(self):
-        return self.returncode if self.returncode is not None or not self._ended() else self.wait(0)
-
-    def _ended(self):
-        return bool(select.select([self.status], [], [], 0)[0])
+        if self.returncode is None and select.select([self.status], [], [], 0)[0]:
+            self.wait(0)
+        return self.returncode
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -75,6 +95,12 @@ class Child:
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
+
+    def close(self):
+        self.kill()
+        self.wait(30)
+        if self.stdout is not None:
+            self.stdout.close()
 
 
 def forked(connection):
@@ -117,7 +143,7 @@ def become(arguments, around, terminal, streams):
     os.environ.update(around)
     sys.argv = arguments
     for handle, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = open(handle, "w" if handle else "r", buffering=1 if os.isatty(handle) else -1, closefd=False)
+        stream = open(handle, "w" if handle else "r", buffering=1 if os.isatty(handle) else -1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

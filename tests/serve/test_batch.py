@@ -3,10 +3,10 @@
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 
 import pytest
 from running import TEMPLATE
@@ -165,13 +165,13 @@ def test_replicas_need_ray(tmp_path, monkeypatch, capsys):
     assert not out.read_bytes()
 
 
-def test_a_killed_one_goes_on(model_folder, tmp_path, monkeypatch):
+def test_a_killed_one_goes_on(warm, model_folder, tmp_path, monkeypatch):
     """Killed, then stopped, then left alone."""
     names = {str(i) for i in range(60)}
     source = written(tmp_path / "in.jsonl", [request(name, seed=int(name), max_tokens=200) for name in sorted(names)])
     out = tmp_path / "out.jsonl"
     options = ["batch", str(source), "--out", str(out), "--model", str(model_folder), "--max-num-seqs", "4"]
-    with subprocess.Popen([sys.executable, "-m", "forerun", *options], stderr=subprocess.DEVNULL) as process:
+    with closing(warm.piped(*options)) as process:
         while not out.exists() or out.read_bytes().count(b"\n") <= 5:
             assert process.poll() is None
             time.sleep(0.005)

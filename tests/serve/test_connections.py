@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 
@@ -33,6 +31,7 @@ def patient(served):
 @pytest.fixture(scope="module")
 def hasty(served):
     with run_server(served, ServerOptions(served_model_name="tiny", max_body_bytes=20000), HASTY) as server:
+        server.server.config.timeout_keep_alive = 0.5  # uvicorn's own is 5 s
         yield server
 
 
@@ -265,13 +264,13 @@ def test_connections_that_are_at_work_do_not(served):
             client.close()
 
 
-def test_the_system_must_allow_so_many():
+def test_the_system_must_allow_so_many(warm):
     code = (
         "import resource; from forerun.serve.run import allow_files; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 900)); allow_files(500); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)); allow_files(1000)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = warm.run(code=code)
     assert ended.stdout == "(628, 900)\n"
     assert (
         "1000 connections need 1128 open files and this process may have 900: lower --max-connections" in ended.stderr

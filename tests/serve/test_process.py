@@ -1,14 +1,11 @@
 """``forerun serve`` as a process: it stops when asked, once what runs is done; a second one on its port says so."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -17,21 +14,17 @@ import pytest
 
 from forerun.cli.main import run
 from forerun.cli.serve import served_drafters
+from warm import PROGRAM
 
-FAST_LOG = "from forerun.serve import metrics; metrics.INTERVAL = 0.05"
-COMMAND = [sys.executable, "-c", f"{FAST_LOG}; from forerun.cli.main import main; main()", "serve"]
+FAST_LOG = f"from forerun.serve import metrics; metrics.INTERVAL = 0.05; {PROGRAM}"
 KEY = {"Authorization": "Bearer s3cret"}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret", "COLUMNS": "200"}
 
 
 @contextmanager
-def serving(*options, environment=()):
+def serving(warm, *options, code=FAST_LOG, **environment):
     """The process, and the address where it listens."""
-    process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**ENVIRONMENT, **dict(environment)},
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = warm.piped("serve", "--port", "0", *options, code=code, FORERUN_API_KEY="s3cret", COLUMNS="200",
+                         **environment)  # fmt: skip
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -42,10 +35,7 @@ def serving(*options, environment=()):
     try:
         yield process, result[1]
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stdout.close()
+        process.close()
 
 
 def begin(url, texts, **body):
@@ -68,12 +58,12 @@ def begin(url, texts, **body):
     return reader
 
 
-def test_it_serves_what_a_file_of_options_says_and_a_second_signal_ends_it_at_once():
+def test_it_serves_what_a_file_of_options_says_and_a_second_signal_ends_it_at_once(warm):
     kind = signal.SIGINT  # SIGTERM takes the same way, as a later test shows
     example = Path(__file__).parents[2] / "docs" / "examples" / "forerun.yaml"
     options = ["--config", str(example), "--served-model-name", "mine", "--max-num-seqs", "1", "--drain-timeout", "50"]
     with (
-        serving(*options) as (server, url),
+        serving(warm, *options) as (server, url),
         httpx2.Client(base_url=f"{url}/v1", headers=KEY, timeout=60) as client,
     ):
         assert client.get("/models").json()["data"][0]["id"] == "mine"
@@ -92,13 +82,12 @@ def test_it_serves_what_a_file_of_options_says_and_a_second_signal_ends_it_at_on
         assert server.wait(15) in (0, -kind)
         reader.join(30)
         assert "the server shut down" in texts[0]
-        assert server.stdout is not None
         assert "Traceback" not in server.stdout.read()
 
 
-def test_it_serves_and_ends(model_folder, capsys):
+def test_it_serves_and_ends(warm, model_folder, capsys):
     drafters = ["--spec-method", "ngram", "--also-draft", '{"method": "pattern"}']
-    with serving("--allowed-host", "models.example", "--model", str(model_folder), *drafters) as (server, url):
+    with serving(warm, "--allowed-host", "models.example", "--model", str(model_folder), *drafters) as (server, url):
         answers(url, capsys)
         texts = []
         readers = [begin(url, texts) for _ in range(3)]
@@ -134,10 +123,10 @@ def answers(url, capsys):
     assert shown.out == ""
 
 
-def test_who_asks_while_it_drains_is_reported(model_folder):
+def test_who_asks_while_it_drains_is_reported(warm, model_folder):
     """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "2"]
-    with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
+    with serving(warm, *options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
         assert known.get("/health").status_code == 200
         texts = []
         reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
@@ -160,7 +149,7 @@ def test_who_asks_while_it_drains_is_reported(model_folder):
 
 
 SLOW = """
-import asyncio
+import asyncio, logging
 from forerun.serve.run import DrainingServer, open_socket
 
 class Done:
@@ -179,16 +168,16 @@ async def app(scope, receive, send):
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
         await asyncio.sleep(0.1)
 
+logging.disable()
 listener = open_socket("127.0.0.1", 0)
 print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
 DrainingServer(app, Done(), 60.0).run(sockets=[listener])
 """
 
 
-def test_a_signal_once_all_answers_are_made_ends_it_too():
+def test_a_signal_once_all_answers_are_made_ends_it_too(warm):
     """The engine has drained, and an answer is still being written, without end."""
-    with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
+    with closing(warm.piped(code=SLOW)) as server:
         url = server.stdout.readline().strip()
         with httpx2.stream("GET", url, timeout=30) as answer:
             assert next(answer.iter_bytes())

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import json
+import signal
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ import pytest
 from huggingface_hub import constants
 from prometheus_client.parser import text_string_to_metric_families
 from running import TEMPLATE, run_app
-from test_process import serving
+from test_process import FAST_LOG, serving
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cli.main import run
@@ -400,16 +401,16 @@ def test_metrics_have_each_loaded_model(here):
         assert counted(http, "forerun:request_success_total")[A] in (0, 1)
 
 
-def test_the_command(hub_cache):
-    environment = {"HF_HUB_CACHE": str(hub_cache)}
-    with serving("--models", "--model-memory", "1GB", "--keep-alive", "-1", environment=environment) as (server, url):
+def test_the_command(warm, hub_cache):
+    code = f"import importlib, huggingface_hub; importlib.reload(huggingface_hub.constants); {FAST_LOG}"
+    options = ["--models", "--model-memory", "1GB", "--keep-alive", "-1"]
+    with serving(warm, *options, code=code, HF_HUB_CACHE=str(hub_cache)) as (server, url):
         with httpx2.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer s3cret"}) as http:
             assert A in [each["id"] for each in http.get("/v1/models").json()["data"]]
             assert ask(http, A)["model"] == A
             assert [each["name"] for each in http.get("/api/ps").json()["models"]] == [A]
-        server.terminate()
-        assert server.wait(30) in (0, -15)
-        assert server.stdout is not None
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) in (0, -signal.SIGTERM)
         assert f"{A}: " in server.stdout.read()
 
 

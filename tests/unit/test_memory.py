@@ -1,8 +1,5 @@
 """One memory budget for all KV caches, and the engine options about them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -121,9 +118,9 @@ except ForerunError as error:
 
 
 @pytest.mark.slow
-def test_a_limit_of_address_space_means_smaller_caches_or_one_line(tiny_target):
+def test_a_limit_of_address_space_means_smaller_caches_or_one_line(warm, tiny_target):
     """``ulimit -v`` half a GiB above what is mapped; that many sequences could use 10 GB."""
-    ended = subprocess.run([sys.executable, "-c", LIMITED, tiny_target], capture_output=True, text=True)
+    ended = warm.run(tiny_target, code=LIMITED)
     assert ended.returncode == 0, ended.stderr
     answered, refusal = ended.stdout.splitlines()
     assert answered == "5"

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -81,7 +79,7 @@ def test_another_process_gives_the_same_tokens_in_fewer_rounds(tiny_target, tmp_
 
 
 @pytest.mark.parametrize("end", ["", "del llm", "llm.close()", "llm.close(); llm = None", "raise SystemExit(3)"])
-def test_it_is_saved_however_the_process_ends(tiny_target, tmp_path, end):
+def test_it_is_saved_however_the_process_ends(warm, tiny_target, tmp_path, end):
     path = tmp_path / "answers"
     code = f"""
         from forerun import LLM, SamplingParams
@@ -90,7 +88,7 @@ def test_it_is_saved_however_the_process_ends(tiny_target, tmp_path, end):
         print(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
         {end}
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    result = warm.run(code=textwrap.dedent(code))
     assert result.returncode == (3 if "raise" in end else 0), result.stderr
     assert load_file(path)["tokens"].tolist() == json.loads(result.stdout)
 
@@ -142,7 +140,7 @@ def test_answers_are_in_the_order_of_their_last_use_and_the_oldest_go_first(tmp_
     assert load_file(path)["tokens"].tolist() == list(range(470, 500))
 
 
-def test_processes_that_share_a_file_lose_nothing(tmp_path):
+def test_processes_that_share_a_file_lose_nothing(warm, tmp_path):
     path = tmp_path / "answers"
     code = f"""
         import sys
@@ -153,8 +151,10 @@ def test_processes_that_share_a_file_lose_nothing(tmp_path):
             memory.add([number, *range(100, 109)])
             memory.save(60.0)
     """
-    processes = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(100 * i)]) for i in range(3)]
+    processes = [warm.piped(str(100 * i), code=textwrap.dedent(code)) for i in range(3)]
     assert [each.wait(120) for each in processes] == [0, 0, 0]
+    for each in processes:
+        each.close()
     result = firsts(path)
     assert sorted(result) == [100 * i + j for i in range(3) for j in range(40)]
     assert [each for each in result if each < 100] == list(range(40))
