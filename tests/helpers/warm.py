@@ -71,7 +71,7 @@ class Child:
 
     def __init__(self, status):
         self.status, self.returncode, self.stdout = status, None, None
-        self.pid = int(self._read(60))
+        self.pid = int(self._read(240))
 
     def _read(self, seconds):
         """A number of eight characters: the child's id, then how it ended."""
