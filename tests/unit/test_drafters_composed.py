@@ -20,7 +20,7 @@ from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.heterogeneous import Vocabulary, VocabularyMap, VocabularyReading
 from forerun.speculate.draft.nested import merge
-from forerun.speculate.draft.staged import Ahead
+from forerun_lab.drafters.staged import Ahead
 from refusals import refused
 
 VOCAB = 20

@@ -17,8 +17,8 @@ from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Verdict
 from forerun.speculate.draft.best_first import GrowingTree, best_first, depth_first, shaped
 from forerun.speculate.draft.ngram import NgramIndex
-from forerun.speculate.draft.random import _distinct
 from forerun.speculate.draft.suffix import ROOT, TextBlock
+from forerun_lab.drafters.random import _distinct
 from refusals import refused
 
 # prompt_lookup

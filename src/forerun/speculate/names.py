@@ -30,14 +30,11 @@ KEYS = {
     "ngram": "max_order max_history counts_as_q",
     "pattern": "",
     "prompt_lookup": "prompt_lookup_max prompt_lookup_min",
-    "random": "",
-    "staged": f"{DRAFT_MODEL} drafter",
     "suffix": (
         "tree_nodes suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
         "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob datastore "
         "second_choices"
     ),
-    "token_recycling": "tree_nodes recycled_candidates",
 }
 """Our own drafters and the fields of their config classes beside the shared ones, as ``--help`` lists them."""
 LAB_KEYS = {
@@ -46,7 +43,10 @@ LAB_KEYS = {
     "lookahead": "model adapt tree_nodes quantization",
     "medusa": "model adapt tree_nodes quantization",
     "parallel": "model adapt tree_nodes quantization",
+    "random": "",
+    "staged": f"{DRAFT_MODEL} drafter",
     "table": "table_file table_order adapt adapt_weight adapt_save",
+    "token_recycling": "tree_nodes recycled_candidates",
 }
 """The same of the drafters of forerun-lab."""
 

@@ -22,7 +22,7 @@ from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
 from forerun.sampling.draw import probabilities
 from forerun.sampling.noise import fold
 from forerun.speculate.accept import rules
-from forerun.speculate.draft.base import DraftContext, Drafter, drafters
+from forerun.speculate.draft.base import DraftContext, Drafter
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
 from forerun.speculate.draft.nested import InnerConfig
 from forerun.speculate.draft.router import Router
@@ -116,7 +116,6 @@ class InnerPolicy(LengthPolicy):
         pass
 
 
-@drafters.register("staged")
 class Staged(Drafter[StagedConfig]):
     name = "staged"
     config_class = StagedConfig

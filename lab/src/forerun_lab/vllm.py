@@ -2,7 +2,9 @@
 
     LLM(
         model,
-        speculative_config={"method": "custom_class", "model": "forerun.vllm.Proposer", "num_speculative_tokens": 5},
+        speculative_config={
+            "method": "custom_class", "model": "forerun_lab.vllm.Proposer", "num_speculative_tokens": 5,
+        },
         additional_config={"forerun": {"method": "suffix"}},
     )
 
@@ -29,8 +31,8 @@ from forerun.models.text.tokenizer import load_tokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig
-from forerun.speculate.draft.token_recycling import TokenRecycling
 from forerun.speculate.names import drafters, rules
+from forerun_lab.drafters.token_recycling import TokenRecycling
 
 KEY = "forerun"
 """In vLLM's ``additional_config``."""

@@ -19,7 +19,7 @@ from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts, Verdicts
-from forerun.speculate.draft.base import DraftContext, Drafter, drafters
+from forerun.speculate.draft.base import DraftContext, Drafter
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.verify import Verification
 
@@ -41,7 +41,6 @@ class TokenRecyclingConfig(TreeConfig):
             raise ConfigError(f"a node has at most recycled_candidates ({most}) children, not {max(self.tree)}")
 
 
-@drafters.register("token_recycling")
 class TokenRecycling(Drafter[TokenRecyclingConfig]):
     """Drafts trees over the target's likeliest next tokens when it last read each token (arXiv 2408.08696)."""
 

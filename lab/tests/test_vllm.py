@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from forerun import ConfigError, Draft
-from forerun.speculate.draft.token_recycling import UNSEEN
-from forerun.vllm import Proposer, first_branch
+from forerun_lab.drafters.token_recycling import UNSEEN
+from forerun_lab.vllm import Proposer, first_branch
 from refusals import refused
 
 LONGEST = 64

@@ -1,4 +1,4 @@
-"""Drafters without a model: ``random`` draws uniformly, ``pattern`` drafts the tokens that a grammar forces."""
+"""``random`` draws uniformly: a draft that is worth nothing, for tests and synthetic acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class RandomConfig(DrafterConfig):
     unsupported: ClassVar = {"draft_temperature": "method 'random' draws uniformly"}
 
 
-@drafters.register("random")
 class Random(Drafter[RandomConfig]):
     """Draws every token from the uniform q over the vocabulary, whatever the request's options."""
 
@@ -71,26 +70,3 @@ def _distinct(draws: Sequence[float], size: int) -> list[int]:
             token += token >= earlier
         taken.append(token)
     return taken
-
-
-@dataclass(frozen=True)
-class PatternConfig(DrafterConfig):
-    num_speculative_tokens: int = 8
-    unsupported: ClassVar = dict.fromkeys(
-        ("tree", "draft_temperature"), "method 'pattern' drafts chains of certain tokens"
-    )
-
-
-@drafters.register("pattern")
-class Pattern(Drafter[PatternConfig]):
-    """Drafts the tokens that a grammar leaves no choice about."""
-
-    name = "pattern"
-    config_class = PatternConfig
-    needs = Needs(grammar=True)
-
-    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        return [
-            Draft.chain(sequence.constraint.forced(sequence, budget)) if sequence.constraint is not None else Draft()
-            for sequence, budget in zip(sequences, budgets)
-        ]
