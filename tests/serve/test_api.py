@@ -152,7 +152,7 @@ def test_what_asks_for_nothing_is_accepted(server):
         {"tool_choice": "auto", "parallel_tool_calls": True, "functions": []},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"service_tier": "auto", "safety_identifier": "me", "prompt_cache_key": "key", "modalities": ["text"]},
-        {"user": "me", "store": False, "metadata": {"a": "b"}},
+        {"user": "me", "store": False, "cache_prompt": False, "metadata": {"a": "b"}},
     ):
         assert server.post("/v1/chat/completions", {**hello, **extra}).status_code == 200, extra
     assert server.post("/v1/completions", {"prompt": PROMPT, "suffix": "", "max_tokens": 2}).status_code == 200

@@ -44,12 +44,12 @@ def texts(choice):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_fields_are_ignored_and_named(server, strict, caplog, path):
-    odd = {"keep_alive": "5m", "cache_prompt": True, "options": {"a": 1}, "a\r\nb: \u00e9" + "c" * 90: 0}
+    odd = {"keep_alive": "5m", "t_max_predict_ms": True, "options": {"a": 1}, "a\r\nb: \u00e9" + "c" * 90: 0}
     for stream in (False, True):
         answer = server.post(path, {**BODIES[path], **odd, "stream": stream})
         assert answer.status_code == 200, answer.text
         names = answer.headers["forerun-ignored"].split(", ")
-        assert names == ["keep_alive", "cache_prompt", "options", ("a??b???" + "c" * 90)[:64]]
+        assert names == ["keep_alive", "t_max_predict_ms", "options", ("a??b???" + "c" * 90)[:64]]
         if not stream:
             assert said(answer) == said(server.post(path, BODIES[path]))
     lines = [record.getMessage() for record in caplog.records if f"of {path} is ignored" in record.getMessage()]

@@ -99,7 +99,7 @@ def test_zed(server, expected):  # noqa: F811
 
 
 def infilled(server, url, settings, expected):  # noqa: F811
-    unused = ["cache_prompt", "id_slot", "samplers", "t_max_predict_ms", "t_max_prompt_ms"]
+    unused = ["id_slot", "samplers", "t_max_predict_ms", "t_max_prompt_ms"]
     answer = sent(server, url, {**LLAMA, **settings}, unused).json()
     assert list(answer) == SAID
     assert answer["timings/predicted_n"] <= settings["n_predict"]

@@ -453,6 +453,7 @@ class Generation(Sampled):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
+    cache_prompt: bool | None = Field(None, description="accepted; a kept prefix is always used and changes no token")
     prompt_logprobs: Int | None = Field(
         None,
         ge=0,
