@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.models.run.graphs import Graphs
+from forerun.models.run import graphs
+from forerun.models.run.fused import RAW
+from forerun.models.run.graphs import Graph, Graphs
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.graph_chain import Bucket, GraphChains
+from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from tiny import ALPHABET, save_checkpoint, tiny_llama
@@ -146,3 +149,59 @@ def test_a_floor_that_cuts_in_the_middle(drafts, way):
     assert [-1, 0, 0] in shapes  # the second choice beside the last token
     assert [-1, 0, 1] in shapes
     assert drafts(True, **way)[0] == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": [True, False]}, {"group": 16}, {"group": 16, "markov": 4}])
+def test_blocks_and_what_they_read_are_graphs(target, tmp_path, monkeypatch, options):
+    sizes = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "blocks": 2}
+    head = DFlashHead(Sizes(32, len(ALPHABET), 1, 4, {**sizes, **options}))
+    torch.manual_seed(1)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    head.save(tmp_path)
+    run, write = Graph.__call__, graphs.write_numbers
+    ran = set()
+
+    def first(interpreted):
+        monkeypatch.setenv("FORERUN_INTERPRET", str(int(interpreted)))
+        way = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 4}
+        llm = LLM(target, device="cpu", dtype="float32", speculative_config=way, max_model_len=32, page_size=8)
+        (drafter,) = llm.engine.router.drafters.values()
+        propose, made = drafter.propose, []
+
+        def record(sequences, budgets):
+            made.append(propose(sequences, budgets))
+            return made[-1]
+
+        monkeypatch.setattr(drafter, "propose", record)
+        for tokens, most, given in ASKED:
+            llm.engine.add(tokens, SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "seed": 3, **given,
+                                                     "max_tokens": most + 2}))  # fmt: skip
+        while llm.engine.busy:
+            llm.engine.step()
+        assert (drafter.decoder.graphs is not None) == interpreted
+        if interpreted:
+            ran.update(key[:2] for key in drafter.decoder.graphs._graphs[drafter.attention][1])
+        (pool,) = drafter.pools()
+        return [[each.tokens for each in drafts] for drafts in made], [*pool.keys, *pool.values]
+
+    expected, _ = first(False)
+    assert sum(len(tokens) for drafts in expected for tokens in drafts) > 12
+    got, kept = first(True)
+    assert got == expected
+    assert {hidden for _, hidden in ran} == {(), (RAW,)}
+
+    def spoil(self, batch, tables):
+        if self.padded.embeds is not None:
+            self.padded.embeds.normal_()
+        return run(self, batch, tables)
+
+    def write_garbage(to, batch, tables, sizes):
+        write(to, batch, tables, sizes)
+        to[: 2 * sizes.rows].reshape(2, sizes.rows)[:, batch.num_rows :] = 5  # token ids and positions
+
+    monkeypatch.setattr(Graph, "__call__", spoil)
+    monkeypatch.setattr(graphs, "write_numbers", write_garbage)
+    got, cache = first(True)
+    assert got == expected
+    assert all(map(torch.equal, cache, kept))

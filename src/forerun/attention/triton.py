@@ -330,6 +330,11 @@ def _paths(parents: Sequence[int], stored: int) -> Iterator[list[int]]:
     yield from paths[stored:]
 
 
+def _rows(side: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, width], each row contiguous."""
+    return side if side[0].is_contiguous() else side.contiguous()
+
+
 class TritonAttention(Backend[TritonTables]):
     def begin(self, batch: Batch) -> TritonTables:
         sizes = self.reserve(batch)
@@ -343,20 +348,27 @@ class TritonAttention(Backend[TritonTables]):
             self.pool.reserve(span.key, span.end)
         return Sizes.of(batch, self.pool.block_tables)
 
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, tables: TritonTables) -> None:
+        """Stores one layer's k and v [rows, kv heads, width]."""
+        parts, sizes, keys, values = tables.parts, tables.sizes, self.pool.keys[layer], self.pool.values[layer]
+        k, v, heads, width, value_width = _rows(k), _rows(v), keys.shape[1], keys.shape[3], values.shape[3]
+        _store[(sizes.rows,)](
+            k, v, keys, values, **{name: parts[name] for name in ("row_span", "offset", "tables", "fed")},
+            page_size=self.pool.page_size, table_stride=sizes.pages, row_stride_k=k.stride(0), row_stride_v=v.stride(0),
+            page_stride_k=keys.stride(0), head_stride_k=keys.stride(1), page_stride_v=values.stride(0),
+            head_stride_v=values.stride(1), heads=heads, WIDTH=width, VALUE_WIDTH=value_width,
+            BLOCK=triton.next_power_of_2(heads * width), VALUE_BLOCK=triton.next_power_of_2(heads * value_width),
+        )  # fmt: skip
+
     def run(self, query: Query, tables: TritonTables) -> torch.Tensor:
+        self.store(query.layer, query.k, query.v, tables)
         parts, sizes, pool = tables.parts, tables.sizes, self.pool
         keys, values = pool.keys[query.layer], pool.values[query.layer]
-        q, k, v = (side if side[0].is_contiguous() else side.contiguous() for side in (query.q, query.k, query.v))
+        q = _rows(query.q)
         count, heads, kv_heads = sizes.rows, q.shape[1], keys.shape[1]
         width, value_width = keys.shape[3], values.shape[3]
         strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
         where = {name: parts[name] for name in ("row_span", "offset", "tables")}
-        _store[(count,)](
-            k, v, keys, values, **where, fed=parts["fed"], page_size=pool.page_size, table_stride=sizes.pages,
-            row_stride_k=k.stride(0), row_stride_v=v.stride(0), page_stride_k=strides[0], head_stride_k=strides[1],
-            page_stride_v=strides[2], head_stride_v=strides[3], heads=kv_heads, WIDTH=width, VALUE_WIDTH=value_width,
-            BLOCK=triton.next_power_of_2(kv_heads * width), VALUE_BLOCK=triton.next_power_of_2(kv_heads * value_width),
-        )  # fmt: skip
         groups = heads // kv_heads
         padded = triton.next_power_of_2(groups)
         block = max(1, LANES // padded)  # one size for every batch: a larger tile sums in another order

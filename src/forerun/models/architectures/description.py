@@ -301,9 +301,9 @@ class DraftInput:
     mix: Name | None = None
     norm_embedding: Name | None = None
     norm_given: Name | None = None
-    context: bool = False
-    """Layers also attend to given rows of earlier tokens, of which each makes keys and values without a norm before
-    (DFlash, arXiv 2602.06036)."""
+    block: int = 0
+    """Rows of a block, whose layers also attend to given rows of earlier tokens, of which each makes keys and values
+    without a norm before (DFlash, arXiv 2602.06036); 0: rows are single tokens."""
     convolutions: tuple[Name, Name] | None = None
     """Of the block's rows, around attention and around the MLP (DFlash2)."""
 

@@ -173,11 +173,11 @@ def eagle(*, mixed: bool, normed: bool) -> Architecture:
     )  # fmt: skip
 
 
-def dflash(config: Any, options: Mapping[str, Any]) -> Spec:
-    """The spec of DFlash's layers, of a head's ``options``."""
+def dflash(config: Any, block: int, options: Mapping[str, Any]) -> Spec:
+    """The spec of DFlash's layers for blocks of ``block`` rows, of a head's ``options``."""
     norms = Norms(query=Name("q_norm", ""), key=Name("k_norm", ""))
     names = [Name(f"{part}_conv", "") for part in ("attention", "mlp")]
-    given = DraftInput(context=True, convolutions=None if options["group"] is None else (names[0], names[1]))
+    given = DraftInput(block=block, convolutions=None if options["group"] is None else (names[0], names[1]))
     spec = bind(config, replace(
         LLAMA, causal="DFlash", norms=norms, norm=Name("norm", ""), layers=Name("blocks", ""), draft_input=given,
         attention=HEAD_ATTENTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,9 +66,8 @@ class DraftDecoder(NativeModel):
         self.fused, self.ranges, self.graphs = self._compile(), None, self._make_graphs()
 
     def _make_graphs(self) -> Graphs | None:
-        """Those of the target, whose embedding it has; None for blocks, whose convolutions ask the host."""
-        blocks = self._context is not None
-        return None if blocks or super()._make_graphs() is None else getattr(self.target, "graphs", None)
+        """Those of the target, whose embedding it has."""
+        return None if super()._make_graphs() is None else getattr(self.target, "graphs", None)
 
     def attention(self, pool: Pool) -> Attention:
         """The attention for it on this machine."""
@@ -97,7 +97,7 @@ class DraftDecoder(NativeModel):
             self._head = maker.linear(name, order=[] if outputs is None else [lambda rows: rows[outputs]])
             self._num_logits = maker.weights.values(f"{name}.weight").shape[0] if outputs is None else len(outputs)
         self._mix = None if given.mix is None else maker.linear(given.mix.checkpoint)
-        self._context = builder.context() if given.context else None
+        self._context = builder.context() if given.block else None
 
     def _compile(self) -> Fused | None:
         whole = self.target.fused
@@ -132,27 +132,43 @@ class DraftDecoder(NativeModel):
     @inference
     def read_context(self, batch: Batch, attention: Attention, rows: torch.Tensor) -> None:
         """Stores keys and values of given ``rows`` [rows, hidden size], which are the batch's, in all layers."""
-        assert self._context is not None
-        (project, norm, rotary), pool, heads = self._context, attention.pool, self.spec.kv_heads
+        batch.embeds = rows
+        graphs, body = self.graphs, partial(self._store_context, attention=attention)
+        if graphs and graphs.serves(batch, attention) and graphs(batch, attention, body, self._at):
+            return
+        pool = attention.pool
         for span in batch.spans:
             pool.reserve(span.key, span.end)
-        sides = project(rows.to(self.dtype)).unflatten(1, (2, len(self._layers) * heads, self.spec.head_dim))
-        k, v = sides.unbind(1)
-        k, slots = rotary.apply_rotary(k if norm is None else norm(k), rotary.angles(batch)), new_slots(pool, batch)
-        for index, (own_k, own_v) in enumerate(zip(k.split(heads, 1), v.split(heads, 1))):
-            pool.write(index, slots, own_k, own_v)
+        slots = new_slots(pool, batch)
+        for index, (k, v) in enumerate(self._context_of(batch)):
+            pool.write(index, slots, k, v)
         attention.finish(Metadata(batch))
 
+    def _store_context(self, batch: Batch, tables: Metadata, attention: Any) -> Output:
+        """The same on a GPU, whose numbers are there already."""
+        for index, (k, v) in enumerate(self._context_of(batch)):
+            attention.store(index, k, v, tables)
+        return Output(k.new_zeros(0, self._num_logits, dtype=torch.float32))
+
+    def _context_of(self, batch: Batch) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [rows, kv heads, width] of each layer for the given rows."""
+        assert self._context is not None
+        assert batch.embeds is not None
+        (project, norm, rotary), heads = self._context, self.spec.kv_heads
+        sides = project(batch.embeds.to(self.dtype)).unflatten(1, (2, len(self._layers) * heads, self.spec.head_dim))
+        k, v = sides.unbind(1)
+        k = rotary.apply_rotary(k if norm is None else norm(k), rotary.angles(batch))
+        return zip(k.split(heads, 1), v.split(heads, 1))
+
     def _run(self, index: int, x: torch.Tensor, kept: torch.Tensor | None, run: Pass) -> torch.Tensor:
-        layer, batch = self._layers[index], run.metadata.batch
+        layer = self._layers[index]
         if layer.convolutions is None:
             return super()._run(index, x, kept, run)
-        (attention, mlp), block = layer.convolutions, batch.spans[0].count
-        rows, weights = attention.enter(layer.norm_attention(x), block)
-        rows = layer.out(self._attend(layer, index, layer.qkv(rows), run))
-        x = x + attention.leave(rows, weights, block)
-        rows, weights = mlp.enter(layer.norm_mlp(x), block)
-        x = x + mlp.leave(layer.down(layer.activation(layer.gate_up(rows))), weights, block)
+        attention, mlp = layer.convolutions
+        rows, weights = attention.enter(layer.norm_attention(x))
+        x = x + attention.leave(layer.out(self._attend(layer, index, layer.qkv(rows), run)), weights)
+        rows, weights = mlp.enter(layer.norm_mlp(x))
+        x = x + mlp.leave(layer.down(layer.activation(layer.gate_up(rows))), weights)
         return x if kept is None else x.index_select(0, kept)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:

@@ -139,7 +139,7 @@ class Graphs:
             and 0 < batch.num_rows <= MOST_ROWS
             and batch.layers is None
             and batch.embed_rows is None
-            and all(span.logits and span.count - len(span.logits) < PROMPT for span in batch.spans)
+            and all(span.count - len(span.logits) < PROMPT for span in batch.spans)
         )
 
     def __call__(

@@ -316,7 +316,9 @@ class Builder:
 
     def _convolution(self, name: Name) -> BlockConvolution:
         base = self.maker.numbers(f"{self._at(name)}.base_kernel").to(self.maker.dtype)
-        return BlockConvolution(base, self.maker.linear(f"{self._at(name)}.kernel_projection"))
+        given = self.spec.architecture.draft_input
+        assert given is not None
+        return BlockConvolution(base, self.maker.linear(f"{self._at(name)}.kernel_projection"), given.block)
 
     def _at(self, name: Name) -> str:
         return f"{self.prefix}.{name.checkpoint}"

@@ -123,24 +123,24 @@ def make_gate(
 class BlockConvolution:
     """A convolution over two rows of a block, the row and the one before it, as DFlash2 has them before and after a
     part of a layer. Its weights are ``base`` [2, 2, size] plus a projection of the row, shared by groups of channels.
-    Rows are [blocks * block, size]."""
+    Rows are [blocks * block, size], and any number of rows of padding after them."""
 
     TAPS = 2
 
-    def __init__(self, base: torch.Tensor, projection: Any) -> None:
-        self.base, self.projection = base, projection
+    def __init__(self, base: torch.Tensor, projection: Any, block: int) -> None:
+        self.base, self.projection, self.block = base, projection, block
 
-    def enter(self, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part's input rows, and the weights for ``leave``."""
         dynamic = self.projection(x).unflatten(1, (2, self.TAPS, -1))
-        return self._convolve(x, dynamic[:, 0], self.base[0], block), dynamic[:, 1]
+        return self._convolve(x, dynamic[:, 0], self.base[0]), dynamic[:, 1]
 
-    def leave(self, x: torch.Tensor, dynamic: torch.Tensor, block: int) -> torch.Tensor:
-        return self._convolve(x, dynamic, self.base[1], block)
+    def leave(self, x: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+        return self._convolve(x, dynamic, self.base[1])
 
-    @staticmethod
-    def _convolve(x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
-        previous = F.pad(x.unflatten(0, (-1, block))[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
+    def _convolve(self, x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        blocks = F.pad(x, (0, 0, 0, -len(x) % self.block)).unflatten(0, (-1, self.block))
+        previous = F.pad(blocks[:, :-1], (0, 0, 1, 0)).flatten(0, 1)[: len(x)]
         weights = dynamic.repeat_interleave(x.shape[1] // dynamic.shape[2], dim=2) + base
         return weights[:, 0] * x + weights[:, 1] * previous
 

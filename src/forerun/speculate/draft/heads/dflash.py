@@ -30,7 +30,7 @@ from forerun.models.architectures.spec import Spec
 from forerun.models.run.parts import BlockConvolution
 from forerun.models.weights.published import read_dflash
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.chain import FEEDS_NORMED
+from forerun.speculate.draft.chain import FEEDS_NORMED, can_chain
 from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 from forerun.speculate.draft.levels import Frontier, grow
@@ -54,9 +54,9 @@ class _Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """``part`` of rows [..., block, hidden size], between the two convolutions."""
-        convolution, block = BlockConvolution(self.base_kernel, self.kernel_projection), x.shape[-2]
-        rows, weights = convolution.enter(x.flatten(0, -2), block)
-        return convolution.leave(part(rows.view(x.shape)).flatten(0, -2), weights, block).view(x.shape)
+        convolution = BlockConvolution(self.base_kernel, self.kernel_projection, x.shape[-2])
+        rows, weights = convolution.enter(x.flatten(0, -2))
+        return convolution.leave(part(rows.view(x.shape)).flatten(0, -2), weights).view(x.shape)
 
 
 class _DFlashBlock(BlockLayer):
@@ -148,7 +148,7 @@ class DFlashHead(BlockHead):
         """Config, spec and weights of the layers, the final norm, and the output layer if it has its own."""
         config, kept = head_config(self.sizes, self.options), ("blocks.", "norm.", "lm_head.")
         tensors = {name: each.detach() for name, each in self.named_parameters() if name.startswith(kept)}
-        return config, dflash(config, self.options), tensors
+        return config, dflash(config, self.block_size, self.options), tensors
 
     def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         windows, causal = self.options["windows"], self.options["causal"]
@@ -209,6 +209,10 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         self.ids = None  # ``revise`` reads logits of the head's own vocabulary
         if self.learner is not None and self.head.domino is not None:
             raise ConfigError("Domino's correction does not learn while it serves: remove adapt")
+        one_by_one = config.branches or config.confidence_threshold is not None or self.chooser.rule.needs_q
+        corrections = (self.head.markov_w1, self.head.candidate_selector, self.head.domino)
+        self.independent = not one_by_one and all(each is None for each in corrections)
+        """Whether no choice depends on another."""
 
     def find_chains(self) -> None:
         self.chains = None
@@ -224,6 +228,8 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
     ) -> list[Draft]:
         self._read(spans, feature)
         states, logits = self._fill([sequences[index] for index in ready])
+        if self.independent and all(can_chain(sequences[index]) for index in ready):
+            return self._choose(sequences, budgets, ready, states, logits)
         slot = {index: i for i, index in enumerate(ready)}
 
         def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
@@ -252,12 +258,31 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         estimate = None if self.head.confidence is None else confidence
         return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
 
-    def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def _choose(
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], states: torch.Tensor, logits: torch.Tensor
+    ) -> list[Draft]:
+        """Chains by ``grow``, whose tokens are all chosen at once since none depends on another."""
+        rows = [(slot, depth) for slot, index in enumerate(ready) for depth in range(budgets[index])]
+        of = [sequences[ready[slot]] for slot, _ in rows]
+        slots, depths = (list(each) for each in zip(*rows))
+        scores = self.revise(logits[slots, depths], states[slots, depths], None)
+        contexts = [self.chooser.row(sequence, [0] * depth) for sequence, depth in zip(of, depths)]
+        ids, q, q_rows = self.chooser.choose(scores, contexts, [depth - 1 for depth in depths])
+        drafts = [Draft() for _ in sequences]
+        for slot, depth, tokens, row in zip(slots, depths, ids, q_rows):
+            draft = drafts[ready[slot]]
+            draft.q = q
+            if tokens and len(draft) == depth:  # nothing follows where no token is permitted
+                draft.add(tokens[0], depth - 1, row)
+        return drafts
+
+    def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
         """Makes the ``logits`` of rows with these ``states`` depend on the ``previous`` tokens; [n, target's
-        vocabulary]."""
+        vocabulary]. None: they do not."""
         head = self.head
-        logits = head.condition(logits, previous)
-        if head.candidate_selector is not None:
+        if previous is not None:
+            logits = head.condition(logits, previous)
+        if previous is not None and head.candidate_selector is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
             values = values + head.candidate_selector(previous, states, ids).float()
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
