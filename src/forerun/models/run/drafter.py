@@ -134,7 +134,7 @@ class DraftDecoder(NativeModel):
         """Stores keys and values of given ``rows`` [rows, hidden size], which are the batch's, in all layers."""
         batch.embeds = rows
         graphs, body = self.graphs, partial(self._store_context, attention=attention)
-        if graphs and graphs.serves(batch, attention) and graphs(batch, attention, body, self._at):
+        if graphs and graphs.serves(batch, attention, scored=False) and graphs(batch, attention, body, self._at):
             return
         pool = attention.pool
         for span in batch.spans:

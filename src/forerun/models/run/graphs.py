@@ -131,15 +131,15 @@ class Graphs:
         self._graphs: WeakKeyDictionary[object, tuple[tuple[int, ...], dict[object, Any]]] = WeakKeyDictionary()
         self._pool: Any = None
 
-    def serves(self, batch: Batch, attention: object) -> bool:
-        """Whether a graph holds this batch: few rows, and no prompt."""
+    def serves(self, batch: Batch, attention: object, *, scored: bool = True) -> bool:
+        """Whether a graph holds this batch: few rows, and no prompt. ``scored``: of a body that computes logits."""
         return (
             self.enabled
             and isinstance(attention, TritonAttention)
             and 0 < batch.num_rows <= MOST_ROWS
             and batch.layers is None
             and batch.embed_rows is None
-            and all(span.count - len(span.logits) < PROMPT for span in batch.spans)
+            and all((span.logits or not scored) and span.count - len(span.logits) < PROMPT for span in batch.spans)
         )
 
     def __call__(
