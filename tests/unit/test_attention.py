@@ -51,7 +51,7 @@ class Case:
                 self.entries[index] = k[offset + row].double(), v[offset + row].double()
         return out
 
-    def wanted(self, spans, q, window=None, softcap=None, sinks=None):
+    def wanted(self, spans, q, window=None, softcap=None, sinks=None, sink_tokens=0):
         """Row by row: the entries it sees, listed in words of the protocol."""
         out, index = [], 0
         for span in spans:
@@ -68,7 +68,8 @@ class Case:
                         node = span.parents[node]
                     seen += reversed(path)
                 if window is not None:
-                    seen = [(entry, where) for entry, where in seen if positions[row] - where < window]
+                    last = positions[row] - window
+                    seen = [(entry, where) for entry, where in seen if where > last or where < sink_tokens]
                 k = torch.stack([self.entries[span.key, entry][0] for entry, _ in seen])
                 v = torch.stack([self.entries[span.key, entry][1] for entry, _ in seen])
                 heads = []
@@ -153,6 +154,16 @@ def test_windows_and_soft_caps(dtype, options):
     case.check([Span(0, 0, [1] * 50)], **options)
     case.check([Span(0, 50, [1] * 6, [-1, 0, 1, 1, 0, 3])], **options)
     case.check([Span(0, 51, [1] * 3)], **options)
+
+
+@pytest.mark.parametrize(("window", "sink_tokens"), [(12, 4), (1, 1), (3, 60), (130, 4)])
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_window_and_the_first_tokens(dtype, width, window, sink_tokens):
+    case, options = Case(dtype, 4, 2, width, 16), {"window": window, "sink_tokens": sink_tokens, "softcap": 2.0}
+    case.check([Span(0, 0, [1] * 150), Span(1, 0, [1] * 2)], **options)
+    case.check([Span(0, 150, [1] * 6, [-1, 0, 1, 1, 0, 3]), Span(1, 2, [1] * 5, [-1, 0, 1, 1, 0])], **options)
+    case.check([Span(1, 3, [1]), Span(0, 151, [1] * 3)], **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

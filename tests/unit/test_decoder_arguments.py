@@ -102,8 +102,9 @@ def test_a_model_whose_parts_do_not_fit(model):
 
 
 BAD_LAYERS = [
-    {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15},
-    {"width": 0}, {"kv_heads": 0}, {"kv_heads": 3}, {"has_kv": 2}, {"has_kv": 0}, {"kv_source": -1}, {"kv_source": 1},
+    {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"sink_tokens": -1}, {"norm_attention": 0, "norm_token": 1},
+    {"width": 15}, {"width": 0}, {"kv_heads": 0}, {"kv_heads": 3}, {"has_kv": 2}, {"has_kv": 0}, {"kv_source": -1},
+    {"kv_source": 1},
 ]  # fmt: skip
 BAD_MODELS = [
     {"rotaries": -1},

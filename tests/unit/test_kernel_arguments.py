@@ -125,7 +125,7 @@ class Attending:
         self.span = structs.SpanStruct(0, 2, 3, 3, 0, -1)
         self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
         self.pool = structs.PoolStruct(2, 4, 1, 4, 4, 16, 16, 4, 16, 16, 4)
-        self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0, 0)
+        self.heads = structs.Heads(2, 0, 0, 8, 4, 4, 0, 0, 0)
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
 
@@ -149,7 +149,16 @@ BAD_POOLS = [
     {"kv_heads": 3}, {"width": 0}, {"width": 3}, {"width": 1026}, {"width": -4},
     {"value_width": 0}, {"value_width": 6}, {"value_width": 3}, {"key_page": -1}, {"value_slot": -1},
 ]  # fmt: skip
-BAD_HEADS = [{"heads": 0}, {"heads": -1}, {"window": -1}, {"q_stride": -1}, {"k_stride": -1}, {"v_stride": -1}]
+BAD_HEADS = [
+    {"heads": 0},
+    {"heads": -1},
+    {"window": -1},
+    {"sink_tokens": -1},
+    {"sink_tokens": 129},
+    {"q_stride": -1},
+    {"k_stride": -1},
+    {"v_stride": -1},
+]
 BIASED = [{"reach": 4}, {"reach": 0}, {"reach": -1}]
 
 

@@ -54,10 +54,11 @@ def filled(pool):
                 pool.write(layer, slot_mapping, k.to(pool.device), v.to(pool.device))
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 3])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap", "sinks"), CASES
 )
-def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap, sinks):
+def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap, sinks, sink_tokens):
     shape = KVShape(kv_heads, width, value_width)
     generator = torch.Generator().manual_seed(0)
     rows = sum(span.count for span in spans())
@@ -72,7 +73,8 @@ def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, w
         attention = kind(pool)
         batch = Batch(spans(), DEVICE)
         metadata = attention.begin(batch)
-        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap, sinks=sinks), metadata))
+        query = Query(0, q, k, v, width**-0.5, window, softcap, sinks=sinks, sink_tokens=sink_tokens)
+        results.append(attention.run(query, metadata))
         attention.finish(metadata)
         assert [pool.length(span.key) for span in spans()] == [span.end for span in spans()]
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)

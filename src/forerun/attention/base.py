@@ -32,6 +32,8 @@ class Query:
     """[heads] float32, contiguous: each head's score of one more key, which has no value."""
     causal: bool = True
     """False: a row also sees the later rows of its span, which is no tree."""
+    sink_tokens: int = 0
+    """So many first keys are seen besides the window."""
 
 
 @dataclass(slots=True)

@@ -98,8 +98,8 @@ class KernelAttention(Backend[AttentionPlan]):
         bias, sinks = _address("a bias", query.bias, heads, 2), _address("sinks", query.sinks, heads, 1)
         reach = 0 if query.bias is None else query.bias.shape[1]
         sizes = structs.Heads(
-            heads=heads, window=query.window or 0, q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
-            bias=bias, reach=reach, sinks=sinks,
+            heads=heads, window=query.window or 0, sink_tokens=query.sink_tokens, q_stride=q.stride(0),
+            k_stride=k.stride(0), v_stride=v.stride(0), bias=bias, reach=reach, sinks=sinks,
         )  # fmt: skip
         out = self._attend(self.pool, query.layer, (q, k, v), sizes, query.scale, query.softcap or 0.0, plan)
         if rows != count:
@@ -135,7 +135,15 @@ class KernelAttention(Backend[AttentionPlan]):
         only the last so many entries are seen (0: all)."""
         q = _by_row(q)
         sizes = structs.Heads(
-            heads=q.shape[1], window=window, q_stride=q.stride(0), k_stride=0, v_stride=0, bias=0, reach=0, sinks=0
+            heads=q.shape[1],
+            window=window,
+            sink_tokens=0,
+            q_stride=q.stride(0),
+            k_stride=0,
+            v_stride=0,
+            bias=0,
+            reach=0,
+            sinks=0,
         )
         return self._attend(pool, layer, (q,), sizes, scale, 0.0, plan)
 

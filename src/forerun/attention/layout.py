@@ -37,7 +37,7 @@ class AttentionCall:
     """The first of consecutive pages, each of which holds all keys of a span; else block tables [spans, pages]."""
     tree: bool
     """Whether the mask comes from the span's parents."""
-    masks: dict[tuple[int, int | None, bool, bool], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, int, bool, bool], torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -123,9 +123,11 @@ def ancestors(span: Span) -> torch.Tensor:
     return seen[span.stored :]
 
 
-def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def tree_mask(
+    span: Span, columns: int, window: int | None, dtype: torch.dtype, sink_tokens: int = 0
+) -> torch.Tensor:  # fmt: skip
     """Additive [rows, columns] mask: a row sees the committed entries and its ancestors, within ``window`` *positions*
-    (a sliding window counts positions, not rows)."""
+    (a sliding window counts positions, not rows) or among the first ``sink_tokens``."""
     nodes = span.stored + span.count
     visible = torch.zeros(span.count, columns, dtype=torch.bool)
     visible[:, : span.start] = True
@@ -135,20 +137,23 @@ def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) 
         positions = torch.arange(columns)
         positions[span.start : span.start + nodes] = span.start + depths
         rows = span.start + depths[span.stored :]
-        visible &= rows[:, None] - positions[None, :] < window
+        visible &= (rows[:, None] - positions[None, :] < window) | (positions < sink_tokens)
     return torch.zeros(span.count, columns, dtype=dtype).masked_fill_(~visible, NEG_INF)
 
 
 def chain_mask(
     first_positions: list[int], rows: int, columns: int, window: int | None, dtype: torch.dtype, device: torch.device,
-    *, causal: bool = True,
+    *, causal: bool = True, sink_tokens: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Additive [sequences, rows, columns] mask: a row sees the keys up to its own position, within ``window``; if not
-    ``causal``, up to the last row's."""
+    """Additive [sequences, rows, columns] mask: a row sees the keys up to its own position, within ``window`` or among
+    the first ``sink_tokens``; if not ``causal``, up to the last row's."""
     positions = torch.tensor(first_positions, device=device)[:, None] + torch.arange(rows, device=device)
-    distance = positions[..., None] - torch.arange(columns, device=device)
+    keys = torch.arange(columns, device=device)
+    distance = positions[..., None] - keys
     hidden = (distance if causal else distance[:, -1:]) < 0
-    hidden = hidden.expand(distance.shape) if window is None else hidden | (distance >= window)
+    if window is not None:
+        hidden = hidden | ((distance >= window) & (keys >= sink_tokens))
+    hidden = hidden.expand(distance.shape)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, NEG_INF)
 
 

@@ -48,7 +48,7 @@ class SdpaAttention(Backend[Layout]):
         """Additive mask, [folded rows, columns], [sequences, 1, folded rows, columns] or, with a bias, by heads; None:
         nothing is hidden. All folded rows of a single row share one mask row."""
         groups = 1 if call.count == 1 else groups
-        key = (groups, query.window, query.bias is not None, query.causal)
+        key = (groups, query.window, query.sink_tokens, query.bias is not None, query.causal)
         if key not in call.masks:
             mask = self._make_mask(batch, call, groups, query)
             call.masks[key] = mask if query.bias is None else self._biased(mask, query.bias, batch, call)
@@ -62,9 +62,9 @@ class SdpaAttention(Backend[Layout]):
         return (result if mask is None else result + mask).to(self.pool.dtype)
 
     def _make_mask(self, batch: Batch, call: AttentionCall, groups: int, query: Query) -> torch.Tensor | None:
-        rows, columns, window, pool = call.count, call.columns, query.window, self.pool
+        rows, columns, window, sinks, pool = call.count, call.columns, query.window, query.sink_tokens, self.pool
         if call.tree:
-            mask = tree_mask(batch.spans[call.spans[0]], columns, window, pool.dtype).to(pool.device)
+            mask = tree_mask(batch.spans[call.spans[0]], columns, window, pool.dtype, sinks).to(pool.device)
         elif (
             (rows == 1 or not query.causal)
             and (window is None or window >= columns)
@@ -73,7 +73,9 @@ class SdpaAttention(Backend[Layout]):
             return None
         else:
             first = call.first_positions
-            mask = chain_mask(first, rows, columns, window, pool.dtype, pool.device, causal=query.causal)[:, None]
+            mask = chain_mask(
+                first, rows, columns, window, pool.dtype, pool.device, causal=query.causal, sink_tokens=sinks
+            )[:, None]
         return mask if rows == 1 else repeat(mask, groups)
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, layout: Layout) -> torch.Tensor:

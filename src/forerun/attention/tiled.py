@@ -107,6 +107,8 @@ class TiledAttention(Backend[Parts]):
             raise RuntimeError("no row count of torch's products keeps its bits here; self-tests come first")
         out = query.q.new_empty(query.q.shape[0], heads * shape.value_dim)
         together = max(1, sizes[-1] // (heads // shape.heads))
+        if query.sink_tokens:
+            raise TypeError("invariant attention through torch has no sink tokens")
         for part in parts.parts:
             first = part.first_seen(query.window)
             keys, values = (self._blocks(side[query.layer], part, first) for side in (pool.keys, pool.values))

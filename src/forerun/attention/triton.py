@@ -70,7 +70,7 @@ def _entries(side, table, entry, inside, page_size, page_stride, head_offset, wi
 
 
 @triton.jit
-def _scores(query, k, place, position, last, scale, softcap, window):
+def _scores(query, k, place, position, last, scale, softcap, window, sink_tokens):
     """Scores of one block of keys, whose positions are ``place``; -inf where a row does not see a key, such as one
     after its ``last``."""
     score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
@@ -79,7 +79,7 @@ def _scores(query, k, place, position, last, scale, softcap, window):
         score = softcap * (1.0 - 2.0 / (ratio + 1.0))
     seen = place[None, :] <= last[:, None]
     if window > 0:
-        seen = seen & (position[:, None] - place[None, :] < window)
+        seen = seen & ((position[:, None] - place[None, :] < window) | (place[None, :] < sink_tokens))
     return tl.where(seen, score, float("-inf"))
 
 
@@ -109,20 +109,21 @@ def _clear(
 @triton.jit
 def _add_entries(
     query, keys, values, table, entry, inside, place, position, last, running, weight, result, scale, softcap, window,
-    page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
+    sink_tokens, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output after the entries of one more block."""
     k = _entries(keys, table, entry, inside, page_size, page_stride_k, head_k, width, WIDTH)
     v = _entries(values, table, entry, inside, page_size, page_stride_v, head_v, value_width, VALUE_WIDTH)
-    return _add(_scores(query, k, place, position, last, scale, softcap, window), v, running, weight, result)
+    score = _scores(query, k, place, position, last, scale, softcap, window, sink_tokens)
+    return _add(score, v, running, weight, result)
 
 
 @triton.jit
 def _add_nodes(
     query, keys, values, table, positions, paths, base, local, size, begin, path_stride, row, place, position, running,
-    weight, result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    weight, result, scale, softcap, window, sink_tokens, page_size, page_stride_k, head_k, page_stride_v, head_v, width,
+    value_width, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """As ``_add_entries`` for a tree, where every row has ancestors of its own. ``row`` is a query's in the tile."""
     for each in range(ROWS):
@@ -132,8 +133,8 @@ def _add_nodes(
         entry = tl.where(depth < 0, place, begin + node)
         best, total, sides = _add_entries(
             query, keys, values, table, entry, place <= tl.load(positions + node_row), place, position, position,
-            running, weight, result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v,
-            width, value_width, WIDTH, VALUE_WIDTH,
+            running, weight, result, scale, softcap, window, sink_tokens, page_size, page_stride_k, head_k,
+            page_stride_v, head_v, width, value_width, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         mine = row == each
         running, weight = tl.where(mine, best, running), tl.where(mine, total, weight)
@@ -176,7 +177,7 @@ def _merge(
 @triton.jit
 def _attend(
     q, keys, values, out, outputs, tops, sums, done, sinks, row_span, start, offset, count, tree, tables, positions,
-    paths, scale, softcap, window, page_size, table_stride, path_stride, first, rows, heads, row_stride_q,
+    paths, scale, softcap, window, sink_tokens, page_size, table_stride, path_stride, first, rows, heads, row_stride_q,
     page_stride_k, head_stride_k, page_stride_v, head_stride_v,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
@@ -223,18 +224,18 @@ def _attend(
         branches = tl.load(tree + span) != 0
     while block < blocks:
         place = block * KEYS + tl.arange(0, KEYS)
-        if (block + 1) * KEYS > oldest:
+        if ((block + 1) * KEYS > oldest) | (block * KEYS < sink_tokens):
             if TREES and branches and (block + 1) * KEYS > begin:
                 running, weight, result = _add_nodes(
                     query, keys, values, table, positions, paths, base, local, size, begin, path_stride, lane // PADDED,
-                    place, position, running, weight, result, scale, softcap, window, page_size, page_stride_k, head_k,
-                    page_stride_v, head_v, width, value_width, ROWS, WIDTH, VALUE_WIDTH,
+                    place, position, running, weight, result, scale, softcap, window, sink_tokens, page_size,
+                    page_stride_k, head_k, page_stride_v, head_v, width, value_width, ROWS, WIDTH, VALUE_WIDTH,
                 )  # fmt: skip
             else:
                 running, weight, result = _add_entries(
                     query, keys, values, table, place, place < end, place, position, last, running, weight, result,
-                    scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
-                    WIDTH, VALUE_WIDTH,
+                    scale, softcap, window, sink_tokens, page_size, page_stride_k, head_k, page_stride_v, head_v, width,
+                    value_width, WIDTH, VALUE_WIDTH,
                 )  # fmt: skip
         block += SPLITS
     cell = (split * rows + at - first) * heads + query_head
@@ -384,11 +385,12 @@ class TritonAttention(Backend[TritonTables]):
                 q, keys, values, out, outputs, tops, sums, done, sums if query.sinks is None else query.sinks,
                 **where, start=parts["start"], count=parts["count"], tree=parts["tree"], positions=parts["positions"],
                 paths=parts["paths"] if sizes.nodes else parts["tree"], scale=query.scale,
-                softcap=query.softcap or 0.0, window=query.window or 0, page_size=pool.page_size,
-                table_stride=sizes.pages, path_stride=sizes.nodes, first=first, rows=most + block, heads=heads,
-                row_stride_q=q.stride(0), page_stride_k=strides[0], head_stride_k=strides[1], page_stride_v=strides[2],
-                head_stride_v=strides[3], GROUPS=groups, PADDED=padded, ROWS=block, KEYS=KEYS, SPLITS=splits,
-                WIDTH=width, WIDTH_PADDED=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
+                softcap=query.softcap or 0.0, window=query.window or 0, sink_tokens=query.sink_tokens,
+                page_size=pool.page_size, table_stride=sizes.pages, path_stride=sizes.nodes, first=first,
+                rows=most + block, heads=heads, row_stride_q=q.stride(0), page_stride_k=strides[0],
+                head_stride_k=strides[1], page_stride_v=strides[2], head_stride_v=strides[3], GROUPS=groups,
+                PADDED=padded, ROWS=block, KEYS=KEYS, SPLITS=splits, WIDTH=width,
+                WIDTH_PADDED=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
                 VALUE_PADDED=max(16, triton.next_power_of_2(value_width)), TREES=sizes.nodes > 0,
                 SINKS=query.sinks is not None, CAUSAL=query.causal,
             )  # fmt: skip

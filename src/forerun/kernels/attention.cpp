@@ -184,7 +184,7 @@ struct Attention {
   const Pool &pool;
   const T *q;
   T *out;
-  int64_t q_stride, heads, kv_heads, window;
+  int64_t q_stride, heads, kv_heads, window, sink_tokens;
   float scale, softcap;
   PagedRows<T> keys, values;
   const float *bias;
@@ -224,6 +224,14 @@ struct Attention {
       for (int64_t group = 0; group < groups; group++)
         queries.set((row - from) * groups + group,
                     q + (span.first + row) * q_stride + (first_head + group) * width);
+    for (int64_t row = from; row < to && sink_tokens > 0; row++) {
+      const int64_t end = std::min(sink_tokens, first_key(span, row));
+      if (end <= 0) continue;
+      for (int64_t group = 0; group < groups; group++)
+        queries.tasks.push_back({(row - from) * groups + group, 0, end, biased(span, row, first_head + group, 0)});
+      ahead.own.find(plan, span, row, 0, end, pool.page_size, keys, values, head);
+      queries.take(ahead.own, scale, softcap, nullptr);
+    }
     const auto find = [&](const Item &of, int64_t at) {
       return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), pool.page_size, keys,
                         values, of.head);
@@ -336,7 +344,7 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
   const PagedRows<T> key_rows{keys, pool.key_page, pool.key_head, pool.key_slot};
   const PagedRows<T> value_rows{values, pool.value_page, pool.value_head, pool.value_slot};
   const Attention<T> attention{plan,  pool,    q,        out,        heads.q_stride, heads.heads, pool.kv_heads, heads.window,
-                               scale, softcap, key_rows, value_rows, heads.bias,     heads.reach, heads.sinks};
+                               heads.sink_tokens, scale, softcap, key_rows, value_rows, heads.bias,     heads.reach, heads.sinks};
   if (k) attention.store_kv(k, v, heads.k_stride, heads.v_stride);
   attention.run(threads);
 }

@@ -1,6 +1,7 @@
 // The C API that Python calls. It checks every size, and every index in a list, against the sizes that come with it, so
 // that no call reads or writes outside of the caller's memory. Python guarantees that lists have their stated length,
 // and tensors their type and shape. Functions return 0 or an ``Error``, which __init__.py raises.
+#include "blocks.h"
 #include "kernels.h"
 #include "rows.h"
 #include "tiles.h"
@@ -323,7 +324,7 @@ Error model_fits(const Model<T> &m, const Layer *layers) {
     const Layer &l = layers[i];
     REQUIRE((l.norm_attention && has_embedding(m)) || !l.norm_token, NULL_POINTER);
     REQUIRE(!m.parallel || (!l.experts && !l.norm_mlp && !l.norm_token), LAYER_KIND);
-    REQUIRE(l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
+    REQUIRE(l.window >= 0 && within(l.sink_tokens, 0, BLOCK) && within(l.rotary, -1, m.rotaries - 1), SIZE);
     REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
     REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
     if (const Error error = mixing_fits(l, m.hidden)) return error;
@@ -574,6 +575,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
                             int threads) {                                                                           \
     REQUIRE(non_null(q, out, keys, values, pool, heads, plan) && !k == !v, NULL_POINTER);                               \
     REQUIRE(within(rows, 1, MOST) && threads_fit(threads) && heads->window >= 0, SIZE);                              \
+    REQUIRE(within(heads->sink_tokens, 0, BLOCK), SIZE);                                                             \
     CHECK(pool_fits(*pool));                                                                                         \
     REQUIRE(within(heads->heads, 1, MOST) && heads->heads % pool->kv_heads == 0, HEADS_SIZE);                        \
     REQUIRE(heads->q_stride >= 0 && heads->k_stride >= 0 && heads->v_stride >= 0, HEADS_SIZE);                       \

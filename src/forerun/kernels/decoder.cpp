@@ -244,7 +244,7 @@ class Decoder {
       rope(layer, rope_part, wide_query, 1);
     }
     scale_queries(q, wide_query, wide_query);
-    const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
+    const Heads heads{m.heads, layer.window, layer.sink_tokens, wide_query, made, made, nullptr, 0, layer.sinks};
     attend_cache(layer, q, k, k, out, heads);
     project_each(n.v_b, m.heads, out, {m.heads * n.kv_lora_rank, n.kv_lora_rank}, attended, {m.heads * n.v_dim, n.v_dim}, c.rows,
                  threads);
@@ -271,7 +271,7 @@ class Decoder {
     for (int64_t row = 0; m.norm_after_rope && row < c.rows; row++)
       norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.qk_norm_heads, width);
     scale_queries(qkv, qkv_width, queries);
-    const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
+    const Heads heads{m.heads, layer.window, layer.sink_tokens, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
     const T *const k = layer.has_kv ? qkv + queries : nullptr, *const v = layer.has_kv ? k + shared : nullptr;
     attend_cache(layer, qkv, k, v, attended, heads);
     for (int64_t row = 0; layer.gated && row < c.rows; row++)

@@ -40,6 +40,7 @@
 #define HEADS(F) \
   F(int64_t, heads) \
   F(int64_t, window) /* sliding window; 0: none */ \
+  F(int64_t, sink_tokens) /* so many first keys are seen besides the window */ \
   F(int64_t, q_stride) /* numbers from row to row */ \
   F(int64_t, k_stride) \
   F(int64_t, v_stride) \
@@ -160,6 +161,7 @@
   F(const float *, norm_token) /* MTP: attention reads [normed token embedding | normed input] */ \
   F(int64_t, rotary) /* index of its RoPE table; -1: no RoPE */ \
   F(int64_t, window) /* sliding window; 0: none */ \
+  F(int64_t, sink_tokens) /* as in ``Heads`` */ \
   F(const Experts *, experts) /* or null */ \
   F(const float *, activation_params) /* or null */ \
   F(const float *, sinks) /* as in ``Heads`` */ \

@@ -20,7 +20,7 @@ PoolStruct = namedtuple(
     "PoolStruct",
     "pages page_size kv_heads width value_width key_page key_head key_slot value_page value_head value_slot",
 )
-Heads = namedtuple("Heads", "heads window q_stride k_stride v_stride bias reach sinks")
+Heads = namedtuple("Heads", "heads window sink_tokens q_stride k_stride v_stride bias reach sinks")
 LinearStruct = namedtuple("LinearStruct", "kind weight bias scales offsets outputs inputs next")
 ExpertsStruct = namedtuple(
     "ExpertsStruct",
@@ -41,9 +41,9 @@ ReplayStruct = namedtuple(
 )
 LayerStruct = namedtuple(
     "LayerStruct",
-    "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window experts "
-    "activation_params sinks gated mixer latent shared_gate width kv_heads has_kv kv_source qk_norm_heads "
-    "norm_experts norm_router after_experts after_beside after_inputs scale",
+    "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window "
+    "sink_tokens experts activation_params sinks gated mixer latent shared_gate width kv_heads has_kv kv_source "
+    "qk_norm_heads norm_experts norm_router after_experts after_beside after_inputs scale",
 )
 ModelStruct = namedtuple(
     "ModelStruct",

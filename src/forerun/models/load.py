@@ -172,6 +172,7 @@ def load_model(
     lora: Sequence[str] | str | None = None,
     tensor_parallel_size: int = 1,
     outputs: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> Model:
     """Load a decoder or an encoder-decoder.
 
@@ -188,6 +189,7 @@ def load_model(
         lora: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
         tensor_parallel_size: processes that share the layers, this one among them (native path only).
         outputs: int64, ascending: the tokens that the output layer predicts (native path only); None is all.
+        window: ``spec.with_window`` (native path only).
 
     Raises:
         ModelError: the checkpoint cannot be read or run.
@@ -201,15 +203,18 @@ def load_model(
     requested = LoadRequest(
         folder=folder, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=device,
         eos_ids=eos_ids(folder, config), invariant=invariant, weights=weights, quantization=quantization,
-        numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len,
+        numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len, window=window,
     )  # fmt: skip
     if sanity.has_encoder(config):
+        if window is not None:
+            raise ConfigError(f"a window of {window} tokens is for decoders, and {path_or_id} is none")
         from forerun.models.run import encdec  # modules of transformers' take as long to import as torch
 
         return encdec.load_encoder_decoder(requested, config, model_path=model_path, ranks=tensor_parallel_size)
     feature = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     feature = f"quantization {quantization!r} of {path_or_id}" if quantization else feature
     feature = f"a smaller output layer of {path_or_id}" if outputs is not None else feature
+    feature = f"a window for {path_or_id}" if window is not None else feature
     native = _uses_native(config, folder, model_path, feature)
     if invariant is None and not (native and gpu.serves(device)):  # there the model finds out itself
         requested = replace(requested, invariant=device.type == "cpu")

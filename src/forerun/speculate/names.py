@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from forerun.speculate.length.base import LengthPolicy
 
 DRAFT_MODEL = (
-    "prefill_chunk tree_nodes confidence_threshold model dtype quantization max_model_len draft_vocab_size "
-    "prompt_lookup_num_tokens use_heterogeneous_vocab heterogeneous_vocab_method"
+    "prefill_chunk draft_window tree_nodes confidence_threshold model dtype quantization max_model_len "
+    "draft_vocab_size prompt_lookup_num_tokens use_heterogeneous_vocab heterogeneous_vocab_method"
 )
 SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""
 KEYS = {
     "cascade": "drafters min_confidence",
-    "dflash": "model adapt tree_nodes confidence_threshold quantization prefill_chunk",
+    "dflash": "model adapt tree_nodes confidence_threshold quantization prefill_chunk draft_window",
     "draft_model": DRAFT_MODEL,
-    "eagle": "prefill_chunk model adapt tree_nodes confidence_threshold quantization",
+    "eagle": "prefill_chunk draft_window model adapt tree_nodes confidence_threshold quantization",
     "merged": "drafters",
-    "mtp": "prefill_chunk model adapt tree_nodes confidence_threshold quantization draft_vocab_size",
+    "mtp": "prefill_chunk draft_window model adapt tree_nodes confidence_threshold quantization draft_vocab_size",
     "ngram": "max_order max_history counts_as_q",
     "pattern": "",
     "prompt_lookup": "prompt_lookup_max prompt_lookup_min",

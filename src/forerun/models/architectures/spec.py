@@ -62,6 +62,10 @@ class QueryScaling:
         return torch.tensor([1.0 + self.beta * math.log(1.0 + step) for step in steps], device=positions.device)
 
 
+SINK_TOKENS = 4
+"""StreamingLLM's number of attention sinks (arXiv 2309.17453)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None
@@ -84,6 +88,8 @@ class LayerSpec:
     """One projection makes keys and values."""
     causal: bool = True
     """False: a row also sees later rows of its span."""
+    sink_tokens: int = 0
+    """First positions that a row sees besides ``window``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +437,18 @@ def bind(config: Any, architecture: Architecture | None = None) -> Spec:
         latent=latent,
         projection_scales=tuple(_projection_scales(architecture, config)),
     )
+
+
+def with_window(spec: Spec, window: int | None) -> Spec:
+    """The same layers, which see ``SINK_TOKENS`` first positions and the last ``window`` ones; None: as they are."""
+    if window is None:
+        return spec
+    layers = (
+        replace(each, window=window, sink_tokens=SINK_TOKENS) if each.attention and (each.window or window + 1) > window
+        else each
+        for each in spec.layers
+    )  # fmt: skip
+    return replace(spec, layers=tuple(layers))
 
 
 def _number(config: Any, key: str | None) -> float:

@@ -136,6 +136,8 @@ class LoadRequest:
     lora: Sequence[str] | str | None = None
     outputs: torch.Tensor | None = None
     max_model_len: int | None = None
+    window: int | None = None
+    """``spec.with_window``."""
 
 
 class Model(Protocol):

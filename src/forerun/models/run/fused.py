@@ -131,6 +131,7 @@ def _fields(layer: Layer, index: int, rotaries: list[str], shared_gate: int, lat
         **{name: 0 if norm is None else norm.pointer for name, norm in norms.items()},
         rotary=-1 if layer.rotary is None else rotaries.index(layer.rotary),
         window=layer.window or 0,
+        sink_tokens=layer.sink_tokens,
         experts=0 if mixture is None else mixture.address,
         activation_params=0 if layer.activation is None else layer.activation.pointer,
         sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),

@@ -186,6 +186,7 @@ class Layer:
     rotary: str | None = ALL
     """The name of the rotary table; None: no rotary embedding."""
     window: int | None = None
+    sink_tokens: int = 0
     causal: bool = True
     gated: bool = False
     sinks: torch.Tensor | None = None
@@ -272,6 +273,7 @@ class Builder:
             after_mlp=self._outer_norm(norms.after_mlp),
             rotary=spec.rotary,
             window=spec.window,
+            sink_tokens=spec.sink_tokens,
             causal=spec.causal,
             kv_heads=self.spec.kv_heads if spec.heads is None else spec.heads[0],
             head_dim=sizes.head_dim,

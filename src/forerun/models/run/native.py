@@ -22,7 +22,7 @@ from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.kernels import gpu
 from forerun.models import formats
-from forerun.models.architectures.spec import ALL, OUTSIDE, bind, refusal
+from forerun.models.architectures.spec import ALL, OUTSIDE, bind, refusal, with_window
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.ranks import split
@@ -79,7 +79,7 @@ class NativeModel(TiledModel):
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
         self._vocab_size = config.vocab_size
-        self.spec, self.team = bind(config), team
+        self.spec, self.team = with_window(bind(config), requested.window), team
         if team is not None:
             tensors = split.SplitWeights(tensors, self.spec, config, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
@@ -458,8 +458,8 @@ class NativeModel(TiledModel):
             index = layer.kv_source
             k, v = run.kv[index]
         q = self._scale_query(q, run.metadata.batch)
-        sizes = self.spec.scale, layer.window, self.spec.softcap
-        query = Query(index, q, k, v, *sizes, sinks=layer.sinks, causal=layer.causal)
+        sizes = self.spec.scale, layer.window, self.spec.softcap, None, layer.sinks, layer.causal, layer.sink_tokens
+        query = Query(index, q, k, v, *sizes)
         out = run.attention.run(query, run.metadata)
         return out if gate is None else self._gate(gate, out[: len(gate)])
 
@@ -470,7 +470,8 @@ class NativeModel(TiledModel):
         batch = run.metadata.batch
         q, k = latent.project(first, batch.num_rows, partial(self._rotate, layer, run=run))
         v = k[..., : latent.sizes.rank]
-        query = Query(index, self._scale_query(q, batch), k, v, self.spec.scale, layer.window, self.spec.softcap)
+        sizes = self.spec.scale, layer.window, self.spec.softcap
+        query = Query(index, self._scale_query(q, batch), k, v, *sizes, sink_tokens=layer.sink_tokens)
         return latent.output(self.pad(run.attention.run(query, run.metadata)))
 
     def _scale_query(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -329,7 +329,10 @@ class CatchUpConfig(DrafterConfig):
 
     prefill_chunk: int = 192
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
-    limits: ClassVar = {"prefill_chunk": COUNT}
+    draft_window: int | None = None
+    """For long contexts: the draft's attention sees the last so many tokens and the first four, at their positions in
+    the text (StreamingLLM, arXiv 2309.17453). Drafts may be other ones, the tokens stay the same. None: it sees all."""
+    limits: ClassVar = {"prefill_chunk": COUNT, "draft_window": COUNT}
 
     def shares(self, missing: Sequence[int]) -> list[int]:
         """How many of its ``missing`` tokens each sequence reads this round.

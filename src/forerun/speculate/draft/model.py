@@ -146,6 +146,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             invariant=False,
             quantization=self._quantization(path, dtype),
             outputs=self.output_ids,
+            window=config.draft_window,
             **options,
         )
         self._check_kind(path, has_source)

@@ -49,6 +49,8 @@ class Assistant(Drafter[MtpConfig]):
         self.model = AssistantModel(path, target, output_ids(config, context), quantization)
         if self.model.clusters is not None and config.draft_vocab_size is not None:
             raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
+        if config.draft_window is not None:
+            raise ConfigError(f"{path} reads its target's cache, in that one's windows: remove draft_window")
         self.needs = Needs(hidden=(target.info.num_layers,), model=True)
         self.chooser = Chooser.of(config, context)
         self.attention: TargetReader | KernelTargetReader | None = None

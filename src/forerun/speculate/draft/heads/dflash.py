@@ -191,6 +191,7 @@ class DFlashConfig(LayerConfig):
 
     prefill_chunk: int = 2048
     """As for a draft model, but of a token of the context only keys and values are computed."""
+    unsupported: ClassVar = {"draft_window": "the windows of method 'dflash' are in its file"}
 
 
 @drafters.register("dflash")

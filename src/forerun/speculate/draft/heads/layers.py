@@ -21,6 +21,7 @@ from forerun.core.batch import Batch, Output, Span
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
+from forerun.models.architectures.spec import with_window
 from forerun.models.formats import ON_CPU
 from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.fused import RAW
@@ -218,6 +219,7 @@ class HeadLayerDrafter(LayerDrafter[L], HeadDrafter[L]):
 
     def _decoder(self) -> DraftDecoder:
         config, spec, tensors = self.head.described()
+        spec = with_window(spec, self.config.draft_window)
         form = None if self.head.quantization is None else ON_CPU[self.head.quantization]
         return DraftDecoder(self.context.target, config, spec, TensorWeights(tensors), form)
 

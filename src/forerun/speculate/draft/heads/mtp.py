@@ -35,6 +35,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.architectures.drafters import mtp_example
+from forerun.models.architectures.spec import with_window
 from forerun.models.files.checkpoint import CONFIG
 from forerun.models.files.open import quick_config, read_config, resolve
 from forerun.models.formats import ON_CPU
@@ -100,8 +101,10 @@ class Mtp(LayerDrafter[MtpConfig]):
         self.chooser = Chooser.of(config, context)
         own, form, ids = resolve(info.name), config.form(info), output_ids(config, context)
         path = own if config.model is None else resolve(config.model)
-        first, *others = read_mtp(path, read_config(own).get_text_config(), config.num_speculative_tokens)
-        one, spec, weights = first
+        modules = read_mtp(path, read_config(own).get_text_config(), config.num_speculative_tokens)
+        (one, spec, weights), *others = (
+            (each, with_window(layers, config.draft_window), tensors) for each, layers, tensors in modules
+        )
         if ids is not None or form is not None:
             weights = ChangedWeights(weights, {}, {f"{spec.architecture.head.checkpoint}.weight": output_rows(own)})
         quantized = None if form is None else ON_CPU[form]

@@ -1,0 +1,115 @@
+"""A draft whose attention sees the first tokens and the last ones of a long text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from unrolled import scramble, seen_by, sizes_of, unrolled
+
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Sizes
+from refusals import refused
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_attention")]
+
+WINDOW, DEPTH = 9, 3
+TEXT = torch.randint(3, 90, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def drafted(engine, prompt):
+    """Every draft of a request, by the tokens that were committed then; and its answer."""
+    result, propose = {}, engine.router.propose
+
+    def watched(sequences, budgets):
+        drafts = propose(sequences, budgets)
+        result.update({tuple(s.tokens): draft for s, draft in zip(sequences, drafts) if len(draft)})
+        return drafts
+
+    engine.router.propose = watched
+    job = engine.add(prompt, GREEDY)[0]
+    while engine.busy:
+        engine.step()
+    engine.router.propose = propose
+    return result, job.sequence.tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def by_transformers(model, committed, window):
+    """Greedy tokens after ``committed``, by dense passes with an explicit mask."""
+    tokens = [*committed]
+    for _ in range(DEPTH):
+        mask = torch.zeros(len(tokens), len(tokens)).masked_fill(~seen_by(len(tokens), window), float("-inf"))
+        logits = model(torch.tensor([tokens]), attention_mask=mask[None, None], use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(committed) :]
+
+
+@torch.no_grad()
+def by_unrolling(head, reference, committed):
+    """The same of an EAGLE head, over the target's features of all of the text."""
+    out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
+    features = head.fc(torch.cat([out.hidden_states[layer][0] for layer in head.layers], dim=-1))
+    tokens = [*committed]
+    for step in range(DEPTH):
+        embedded = reference.get_input_embeddings()(torch.tensor(tokens))
+        said = unrolled(head, features, embedded, len(features), step + 1, WINDOW)[-1]
+        tokens.append(int(reference.lm_head(head.norm(said)).argmax()))
+    return tokens[len(committed) :]
+
+
+def first_children(draft):
+    """The chain of first children: of a tree, the likeliest tokens."""
+    chain, node = [], -1
+    while node in draft.parents:
+        node = draft.parents.index(node)
+        chain.append(draft.tokens[node])
+    return chain
+
+
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": DEPTH}, {"tree": [2, 1, 1]}], ids=["chain", "tree"])
+def test_a_draft_model_drafts_what_an_explicit_mask_says(tiny_target, reference, shape):
+    """The target drafts for itself: with all of the text in sight, it would always be right."""
+    config = {"method": "draft_model", "model": tiny_target, "draft_window": WINDOW, "prefill_chunk": 50, **shape}
+    engine = LLM(tiny_target, speculative_config=config, page_size=4, max_num_seqs=2).engine
+    plain = LLM(tiny_target, page_size=4, speculative_config=None).engine
+    prompt, different = TEXT, 0
+    eager = LlamaForCausalLM.from_pretrained(tiny_target, attn_implementation="eager").eval()
+    (drafter,) = engine.router.drafters.values()
+    for turn in range(2):
+        assert not turn or drafter.tree.match_length(prompt, len(prompt)) > len(prompt) - 9
+        drafts, answer = drafted(engine, prompt)
+        assert answer == drafted(plain, prompt)[1]
+        assert len(drafts) > 4
+        for committed, draft in drafts.items():
+            chain = first_children(draft)
+            assert chain == by_transformers(eager, committed, WINDOW)[: len(chain)]
+            different += chain != by_transformers(eager, committed, None)[: len(chain)]
+        prompt = [*prompt, *answer, 5, 6, 7]
+    assert different
+
+
+def test_a_head_drafts_what_an_explicit_mask_says(tiny_target, tmp_path, reference):
+    options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
+    head = EagleHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
+    scramble(head)
+    head.save(tmp_path)
+    config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": DEPTH, "draft_window": WINDOW}
+    engine = LLM(tiny_target, speculative_config=config, page_size=4).engine
+    drafts, answer = drafted(engine, TEXT)
+    assert answer == drafted(LLM(tiny_target, page_size=4, speculative_config=None).engine, TEXT)[1]
+    saved = EagleHead.load(tmp_path)
+    assert len(drafts) > 4
+    for committed, draft in drafts.items():
+        assert draft.tokens == by_unrolling(saved, reference, committed)[: len(draft)]
+
+
+def test_what_has_no_such_window_says_so(tiny_target):
+    config = {"method": "draft_model", "model": tiny_target, "draft_window": 0}
+    refused(ConfigError, "draft_window", LLM, tiny_target, speculative_config=config)
+    config = {"method": "dflash", "draft_window": 64}
+    refused(ConfigError, "windows of method 'dflash'", LLM, tiny_target, speculative_config=config)
+    config = {"method": "draft_model", "model": tiny_target, "draft_window": 8}
+    refused(ConfigError, "native path", LLM, tiny_target, speculative_config=config, model_path="hf")
