@@ -154,7 +154,7 @@ def main():
     quiet()
     for name in IMPORTED:
         import_module(name)
-    exec(forked(socket.socket(fileno=int(sys.argv[1]))), {"__name__": "__main__"})
+    exec(forked(socket.socket(fileno=int(sys.argv[1]))), globals())  # as the code of ``__main__``
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 that has used an ``LLM`` on two threads. Each child has a time limit, and tells what it found."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -109,10 +106,8 @@ print(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def results(tiny_target):
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", SCRIPT, tiny_target]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+def results(warm, tiny_target):
+    ended = warm.run(tiny_target, code=SCRIPT, seconds=280)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

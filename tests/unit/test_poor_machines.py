@@ -2,9 +2,6 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,23 +9,27 @@ import pytest
 from compiler import install_compiler
 from forerun import LLM, SamplingParams, kernels
 from here import where
+from warm import PROGRAM
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = ["--max-tokens", "8", "--ignore-eos", "--json", "--speculative-config", '{"method": "ngram"}']
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-RUN = "import sys; from forerun.cli.main import run; sys.exit(run(sys.argv[1:]))"
+MOUNTED = """
+import ctypes, subprocess
+assert ctypes.CDLL(None).unshare(0x20000) == 0
+for arguments in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "noexec", "tmpfs", {!r}]):
+    subprocess.run(["mount", *arguments], check=True)
+"""
 CARRYING = "import pathlib; from forerun import kernels; kernels.PREBUILT = pathlib.Path({!r})\n"
 
 
 @pytest.fixture(scope="module")
-def answered(tiny_target):
+def answered(warm, tiny_target):
     """The tokens that the command gives after the code ``before``, and the lines on standard error."""
 
-    def call(before="", wrapper=(), **around):
-        asked = ["generate", "def parse(", "--model", tiny_target, *OPTIONS]
-        command = [*wrapper, sys.executable, "-c", before + RUN, *asked]
-        done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, check=False)
+    def call(before="", **around):
+        done = warm.run("generate", "def parse(", "--model", tiny_target, *OPTIONS, code=before + PROGRAM, **around)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["token_ids"], done.stderr.splitlines()
 
@@ -64,7 +65,7 @@ def test_a_library_that_cannot_be_loaded_and_no_compiler(answered, tmp_path, no_
     for name in kernels.VARIANTS:
         kernels.prebuilt(name, carried).write_bytes(of_another_processor())
     hidden = "from forerun import kernels; kernels.zig = lambda: ()\n"
-    got, said = answered(hidden + CARRYING.format(str(carried)), OMP_NUM_THREADS="1")
+    got, said = answered(hidden + CARRYING.format(str(carried)))
     assert len(got) == 8
     assert len(said) == 2
     assert said[0].startswith("warning: the kernels of this installation cannot be loaded")
@@ -72,19 +73,16 @@ def test_a_library_that_cannot_be_loaded_and_no_compiler(answered, tmp_path, no_
     assert said[1].startswith("warning: no C++ compiler, so torch runs the models")
 
 
-MOUNTS = shutil.which("unshare") is not None and os.geteuid() == 0
+ROOT = where(os.geteuid() == 0, ["root"], "only root mounts a folder without the right to execute")
 
 
-@pytest.mark.parametrize(
-    "unshare", where(MOUNTS, ["unshare"], "only root mounts a folder without the right to execute")
-)
-def test_folders_from_which_nothing_may_be_executed(answered, tmp_path, monkeypatch, unshare):
+@pytest.mark.parametrize("_", ROOT)
+def test_folders_from_which_nothing_may_be_executed(answered, tmp_path, monkeypatch, _):
     install_compiler(tmp_path / "compiler", monkeypatch)
     folder = tmp_path / "mounted"
     folder.mkdir()
-    mount = f'mount -t tmpfs -o noexec tmpfs {folder} && exec "$@"'
-    around = {"FORERUN_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    got, said = answered(wrapper=[unshare, "-m", "sh", "-c", mount, "sh"], **around)
+    around = {"FORERUN_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
+    got, said = answered(MOUNTED.format(str(folder)), **around)
     assert len(got) == 8
     assert [line for line in said if line.startswith("warning")] == said[-1:]
     assert "no CPU kernels of our own, torch's serve instead" in said[-1]
