@@ -2,9 +2,9 @@ PYTHON ?= python3
 RUN = .venv/bin/python -m
 FORM = neon_i8mm
 PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64 win_amd64
-SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_arguments.py tests/unit/test_recurrent.py tests/unit/test_linear.py tests/unit/test_blocks.py \
-	tests/unit/test_gguf_model.py tests/unit/test_attention.py \
-	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
+SANITIZED = tests/unit/kernels/test_kernel_arguments.py tests/unit/kernels/test_decoder_arguments.py tests/unit/models/test_recurrent.py tests/unit/models/test_linear.py tests/unit/models/test_blocks.py \
+	tests/unit/models/test_gguf_model.py tests/unit/attention/test_attention.py \
+	tests/unit/sampling/test_sampling_draw.py tests/unit/sampling/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
 .PHONY: help setup check quick test size sanitize sanitize_threads emulated wheels bench docs
@@ -37,11 +37,11 @@ sanitize:  ## tests that call the kernels, with the kernels built for AddressSan
 
 sanitize_threads:  ## the kernels' threads under ThreadSanitizer: 10,000 starts and stops, forks, callers at once
 	mkdir -p build
-	g++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/threads.cpp src/forerun/kernels/threads.cpp -o build/threads
+	g++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/helpers/threads.cpp src/forerun/kernels/threads.cpp -o build/threads
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 build/threads 10000
 
 emulated:  ## tests that call the kernels, with those for ARM, which qemu runs on the tests' own memory; it cannot call Python; FORM=neon_dotprod for others
-	FORERUN_EMULATED=$(FORM) PYTHONPATH=tests $(RUN) pytest -p emulated -p no:cacheprovider -n 0 --timeout 0 $(SANITIZED) \
+	FORERUN_EMULATED=$(FORM) PYTHONPATH=tests/helpers $(RUN) pytest -p emulated -p no:cacheprovider -n 0 --timeout 0 $(SANITIZED) \
 	-k "not without_our_kernels and not a_switch_is_0_or_1 and not structs_that_differ and not a_model_without_ends"
 
 wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang compiles for it; what is in build/kernels stays

@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from chat_model import QUICK, save_chat_model
 from transformers import LlamaForCausalLM
 
+from chat_model import QUICK, save_chat_model
 from described import save_described
 from forerun import LLM, kernels
 from forerun.cli.main import run
@@ -48,7 +48,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 collect_ignore = (
     []
     if kernels.library() is not None
-    else ["tests/unit/test_kernel_arguments.py", "tests/unit/test_carried_kernels.py"]
+    else ["tests/unit/kernels/test_kernel_arguments.py", "tests/unit/kernels/test_carried_kernels.py"]
 )
 
 

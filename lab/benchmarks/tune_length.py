@@ -1,6 +1,6 @@
 """What ``adaptive`` loses on simulated processors: its regret against the best fixed depth in hindsight, by cell.
 
-``PYTHONPATH=tests/unit python lab/benchmarks/tune_length.py [NAME=VALUE ...]`` tries other values of its constants.
+``PYTHONPATH=tests/helpers python lab/benchmarks/tune_length.py [NAME=VALUE ...]`` tries other values of its constants.
 Speeds are over plain decoding in undisturbed work, the policy's own time included; now and then the machine is busy.
 Each cell is a processor and a kind of requests, by how often their drafts are accepted.
 """
@@ -9,9 +9,8 @@ import random
 import sys
 from statistics import mean
 
-from simulated import Machine, play
-
 from forerun.speculate.length.adaptive import Adaptive
+from simulated import Machine, play
 
 SEEDS, ANSWERS, LENGTH, DEPTH = 3, 16, 96, 6
 HEAD = {

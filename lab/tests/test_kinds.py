@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from chat_model import QUICK
 from transformers import Gemma3TextConfig, LlamaConfig
 
+from chat_model import QUICK
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.tune.config import TRAINED, TuneConfig

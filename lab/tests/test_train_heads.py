@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from unrolled import SOME, narrowed, sizes_of
 
 from forerun import ConfigError
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun_lab.train.material import lesson
+from unrolled import SOME, narrowed, sizes_of
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 

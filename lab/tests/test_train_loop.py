@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from logit_pairs import KL, PAIRS, compute
 from torch import nn
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from forerun_lab.tune import kinds
 from forerun_lab.tune.config import LoopSettings
 from forerun_lab.tune.kinds import evaluate_head, lk_loss
 from forerun_lab.tune.loop import make_optimizers, run, wait_while_paused
+from logit_pairs import KL, PAIRS, compute
 from refusals import refused
 
 VOCABULARY = 11

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from logit_pairs import KL, P_LOGITS, PAIRS, compute
 
 from forerun.speculate.draft.heads.head import overlap
 from forerun_lab.train.losses import LOSSES, kl, of_chains, table, tv_ce
+from logit_pairs import KL, P_LOGITS, PAIRS, compute
 
 
 def test_kl():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_model import QUICK
 from transformers import Gemma3TextConfig, GPT2Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from chat_model import QUICK
 from forerun import LLM, SamplingParams, pretrained
 from forerun.cli import main
 from forerun.cli.bench import with_tuned

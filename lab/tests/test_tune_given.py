@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat_model import QUICK
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from chat_model import QUICK
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore

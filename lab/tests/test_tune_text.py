@@ -4,8 +4,8 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
-from chat_model import save_chat_model
 
+from chat_model import save_chat_model
 from forerun import LLM
 from forerun.speculate.names import drafters
 from forerun.tune.data import rendered

@@ -10,12 +10,11 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from chat_model import save_chat_model
 from pages import DESKTOP, SECONDS, settle, visit
 from running import run_server
 
+from chat_model import save_chat_model
 from forerun import LLM
 from forerun.serve.app import ServerOptions
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from drafting import fill
 from harness import REQUESTS, SHORT, TOKENS, answers, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
-from test_drafters_engine import CONFIGS
 
+from drafting import CONFIGS, fill
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 from tiny import ALPHABET

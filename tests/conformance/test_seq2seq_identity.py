@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 import torch
-from drafting import fill
 from harness import BIAS, PENALTIES, answers, check_idle, options
 from transformers import LlamaForCausalLM
 
+from drafting import fill
 from forerun import SamplingParams
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.config import EngineConfig, SpeculativeConfig

@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from drafting import Letters, build, noisy_text, occurrences, sequence
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
+from drafting import Letters, build, noisy_text, occurrences, sequence
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.engine import tuned
 from forerun.speculate.draft import datastore

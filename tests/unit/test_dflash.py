@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafting import first_draft
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from drafting import first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.models.files.open import read_config
 from forerun.speculate.draft.heads.dflash import DFlash, DFlashHead

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafting import fill
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from described import CASES
+from drafting import fill
 from forerun import LLM, SamplingParams, kernels, pretrained
 from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from drafting import fill
 from transformers import LlamaForCausalLM
 
+from drafting import CONFIGS, DRAFT, STAGED, STRANGER, TREE_NODES, fill
 from forerun import LLM, SamplingParams
 from forerun.speculate.names import policies
 from tiny import ALPHABET, UNKNOWN, save_checkpoint, tiny_llama
@@ -14,30 +14,11 @@ from tiny import ALPHABET, UNKNOWN, save_checkpoint, tiny_llama
 pytestmark = pytest.mark.slow
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
-TREE_NODES = 9
 
 
 @pytest.fixture
 def places(tiny_draft, tiny_stranger):
     return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
-
-
-DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
-STRANGER = {**DRAFT, "model": "STRANGER", "use_heterogeneous_vocab": True}
-STAGED = {"method": "staged", "model": "DRAFT", "num_speculative_tokens": 5}
-CONFIGS = {
-    "ngram-counts": {"method": "ngram", "counts_as_q": True},
-    "model-best-first": {**DRAFT, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
-    "merged": {"method": "merged", "drafters": [{"method": "ngram"}, DRAFT]},
-    "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT], "min_confidence": 0.5},
-    "staged": STAGED,
-    "staged-twice": {**STAGED, "drafter": {**STAGED, "num_speculative_tokens": 3}},
-    "staged-model": {**STAGED, "drafter": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1]}},
-    "tli": STRANGER,
-    "tli-best-first": {**STRANGER, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
-    "tli-tree": {**STRANGER, "tree": [2, 2, 1]},
-    "slem": {**STRANGER, "heterogeneous_vocab_method": "slem"},
-}
 
 
 def params(temperature):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drafting import VOCAB, build, noisy_text, occurrences, sequence
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
+from drafting import VOCAB, build, noisy_text, occurrences, sequence
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Verdict

@@ -7,10 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from drafting import first_draft
 from gguf import GGMLQuantizationType, quants
-from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
+from drafting import first_draft
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.core.errors import ModelError
@@ -20,6 +19,7 @@ from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.parallel import ContextCache, ParallelHead
 from refusals import refused
+from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 pytestmark = pytest.mark.slow
 

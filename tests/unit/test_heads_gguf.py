@@ -23,13 +23,13 @@ from test_dflash import (
 from test_dflash import write as write_folder
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from unrolled import unrolled
 
 from forerun import LLM, ForerunError
 from forerun.models.run.rotary import default_frequencies
 from forerun.speculate.draft.heads.eagle import EagleHead
 from gguf_files import add, finish
 from refusals import refused
+from unrolled import unrolled
 
 NAMES = {
     "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",

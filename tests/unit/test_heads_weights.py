@@ -3,12 +3,12 @@
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from unrolled import scramble, unrolled
 
 from forerun.models.formats import ON_CPU as formats
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
 from here import where
+from unrolled import scramble, unrolled
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -12,7 +12,6 @@ from itertools import count
 from math import exp
 
 import pytest
-from simulated import Machine, play
 
 from forerun import SamplingParams
 from forerun.core.request import RequestState
@@ -22,6 +21,7 @@ from forerun.speculate.length.acceptance import Acceptance
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Parts
 from forerun.speculate.length.prices import Curve, Prices, Timed
+from simulated import Machine, play
 
 COUNTS = (1, 4, 8, 16)
 LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0, "looks_up": True}

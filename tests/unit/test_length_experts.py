@@ -6,7 +6,6 @@ from itertools import cycle
 
 import pytest
 import torch
-from simulated import Machine, play
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
@@ -15,6 +14,7 @@ from forerun.models.load import load_model
 from forerun.models.run.base import MixtureInfo, new_attention
 from forerun.speculate.length.experts import ExpertReads
 from forerun.speculate.length.prices import Prices, Timed
+from simulated import Machine, play
 
 SPARSE = MixtureInfo(count=64, chosen=4, layers=6, share=0.7)
 

@@ -1,6 +1,7 @@
 """``adaptive`` on a simulated GPU: rows nearly free, launches dear, and at many streams drafts that lose."""
 
 import pytest
+
 from simulated import GPU_DRAFTS, gpu, play
 
 

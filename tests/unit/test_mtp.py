@@ -6,7 +6,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from drafting import first_draft
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -21,6 +20,7 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
+from drafting import first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated import Machine, play
 
 from forerun import LLM, SamplingParams
 from forerun.core.request import RequestState
 from forerun.speculate.draft import drafters
 from forerun.speculate.length.base import Fixed
+from simulated import Machine, play
 
 pytestmark = pytest.mark.usefixtures("prices_as_delivered")
 

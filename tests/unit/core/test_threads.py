@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from simulated_cores import Machine
 
 import forerun
 from forerun import LLM, ConfigError, RequestError, SamplingParams, kernels
@@ -20,6 +19,7 @@ from forerun.core import threads as module
 from forerun.core.threads import CoresLeft, Threads, usable_cores
 from forerun.engine import engine
 from refusals import refused
+from simulated_cores import Machine
 
 ROOT = str(Path(forerun.__file__).parent)
 PROMPTS = ["the cat", "a dog", "abab", [5, 9, 12, 5, 9]]

@@ -11,7 +11,6 @@ from contextvars import Context
 from pathlib import Path
 
 import pytest
-from terminal import Terminal
 
 from compiler import install_compiler
 from forerun import kernels
@@ -24,6 +23,7 @@ from forerun.models.files import fetch as fetching
 from forerun.models.files.fetch import KNOWN, Known, fetched
 from here import where
 from refusals import refused
+from terminal import Terminal
 
 pytestmark = pytest.mark.slow
 

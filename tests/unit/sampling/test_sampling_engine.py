@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling_oracle import edited, kept
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.sampling.noise import Gumbel, fold, target_key
 from forerun.speculate.accept import rules
+from sampling_oracle import edited, kept
 from tiny import ALPHABET
 
 pytestmark = pytest.mark.slow

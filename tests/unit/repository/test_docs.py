@@ -18,7 +18,7 @@ from forerun.cli.main import LAB, load, run
 from forerun.engine.config import EngineConfig
 from forerun.serve.schema import ChatRequest, CompletionRequest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -4,8 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-GONE = "tests/unit/test_complaints.py::test_that_is_not_there"
+ROOT = Path(__file__).resolve().parents[3]
+GONE = "tests/unit/repository/test_complaints.py::test_that_is_not_there"
 ON_DEMAND = "tests/conformance/test_soak.py::test_soak_of_the_bundled_pair"
 
 

@@ -15,7 +15,7 @@ import yaml
 from forerun.cli.main import load
 from here import where
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 UNIT = (EXAMPLES / "forerun.service").read_text(encoding="utf-8")
 IMAGE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from size import excesses, measured
 
 import forerun
 from forerun.core import errors
-from size import excesses, measured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")])
 FILES = [
     ROOT / "conftest.py",

@@ -30,7 +30,7 @@ from gguf_files import add, finish, write_model
 from here import where
 from refusals import refused
 
-KEPT = Path(__file__).parents[1] / "oracle"
+KEPT = Path(__file__).parents[2] / "oracle"
 FILES = [tuple(path.name.removesuffix(".gguf.xz").rsplit("-", 1)) for path in sorted(KEPT.glob("*.gguf.xz"))]
 GELUS = ("gemma2", "gemma3", "gemma4", "gemma4-experts", "starcoder2")
 """llama.cpp looks gelu up in a table by half precision: two roundings of 2^-11, in every layer."""

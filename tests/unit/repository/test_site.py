@@ -10,8 +10,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from chat_model import save_chat_model
 
+from chat_model import save_chat_model
 from forerun import LLM, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
@@ -19,7 +19,7 @@ from forerun.models.files.fetch import KNOWN
 from forerun.models.formats.gguf_types import FLOATS, TYPES
 from forerun.speculate.names import KEYS, LAB_KEYS, policies, rules
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 WORDS = 25_350
 """Of README and docs together."""

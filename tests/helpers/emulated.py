@@ -96,7 +96,7 @@ class Function:
 
 def build(name, platform):
     """The kernels as a platform's wheel carries them under a name of ``kernels.VARIANTS``, but compiled sooner."""
-    sys.path.append(str(Path(__file__).parents[1] / ".ci"))
+    sys.path.append(str(Path(__file__).parents[2] / ".ci"))
     from prebuild import TARGETS, zig_flag
 
     target, machine = TARGETS[platform][0], zig_flag(kernels.VARIANTS[name][1])

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling_oracle import edited, kept
 
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.sampling.compiled import can_sample
 from forerun.sampling.warp import Row, warp
+from sampling_oracle import edited, kept
 
 VOCAB = 40
 EOS = frozenset({0, 7})

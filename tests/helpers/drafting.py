@@ -10,6 +10,23 @@ from forerun.speculate.accept import rules
 from forerun.speculate.draft import DraftContext, drafters
 
 VOCAB = 50
+TREE_NODES = 9
+DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
+STRANGER = {**DRAFT, "model": "STRANGER", "use_heterogeneous_vocab": True}
+STAGED = {"method": "staged", "model": "DRAFT", "num_speculative_tokens": 5}
+CONFIGS = {
+    "ngram-counts": {"method": "ngram", "counts_as_q": True},
+    "model-best-first": {**DRAFT, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
+    "merged": {"method": "merged", "drafters": [{"method": "ngram"}, DRAFT]},
+    "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT], "min_confidence": 0.5},
+    "staged": STAGED,
+    "staged-twice": {**STAGED, "drafter": {**STAGED, "num_speculative_tokens": 3}},
+    "staged-model": {**STAGED, "drafter": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1]}},
+    "tli": STRANGER,
+    "tli-best-first": {**STRANGER, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
+    "tli-tree": {**STRANGER, "tree": [2, 2, 1]},
+    "slem": {**STRANGER, "heterogeneous_vocab_method": "slem"},
+}
 
 
 class Letters:

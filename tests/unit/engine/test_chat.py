@@ -4,7 +4,6 @@ import io
 import json
 
 import pytest
-from terminal import Terminal
 
 from forerun import SamplingParams
 from forerun.core.errors import RequestError
@@ -12,6 +11,7 @@ from forerun.models.text.chat import conversations, render_chat
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.tools import format_of, formats
 from refusals import refused
+from terminal import Terminal
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}/{% endfor %}"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from terminal import Terminal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from described import save_described
@@ -23,12 +22,13 @@ from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun_lab.peers.gguf import write_gguf
 from gguf_files import write_model
+from terminal import Terminal
 from tiny import save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-CHILD = Path(__file__).parents[1] / "loading_child.py"
+CHILD = Path(__file__).parents[2] / "helpers" / "loading_child.py"
 
 
 @pytest.fixture(scope="module")
