@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from unrolled import scramble, seen_by, sizes_of, unrolled
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from refusals import refused
+from unrolled import scramble, seen_by, sizes_of, unrolled
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_attention")]
 
