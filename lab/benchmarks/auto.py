@@ -73,14 +73,15 @@ def texts(tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
             yield ids[:length]
 
 
-def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    """One request alone: seconds of all of it and until its first token."""
+def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """Requests that begin together: seconds of all of it and until the first token of any."""
     began = perf_counter()
     seen: list[float] = []
-    output = llm.generate({"prompt_token_ids": prompt}, params, on_update=lambda update: seen.append(perf_counter()))[0]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, params, on_update=lambda update: seen.append(perf_counter()))
     ended = perf_counter()
-    ids = output.outputs[0].token_ids
-    return {"seconds": ended - began, "first": seen[0] - began, "tokens": len(ids), "ids": ids}
+    ids = [output.outputs[0].token_ids for output in outputs]
+    return {"seconds": ended - began, "first": seen[0] - began, "tokens": sum(map(len, ids)), "ids": ids}
 
 
 def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, *flags: str) -> Callable[..., Any]:
@@ -98,7 +99,8 @@ def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, 
         except OSError:  # it loads the model
             sleep(0.1)
 
-    def request(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    def request(prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
+        (prompt,) = prompts
         body: dict[str, Any] = {"prompt": prompt, "n_predict": params.max_tokens, "temperature": params.temperature}
         body |= {"seed": params.seed, "ignore_eos": params.ignore_eos, "cache_prompt": False}
         if params.temperature:
@@ -113,8 +115,8 @@ def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, 
     return request
 
 
-def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, Any], list[int], SamplingParams]]:
-    """What is measured, in order: what names it, the prompt, and how it is answered."""
+def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, Any], list[list[int]], SamplingParams]]:
+    """What is measured, in order: what names it, the prompts, and how they are answered."""
     temperatures = [float(t) for t in options.temperatures.split(",")]
     if options.set:
         files = {HUMANEVAL: options.prompts_file}
@@ -125,7 +127,7 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
                 prompt = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, return_dict=False)
                 for t in temperatures:
                     key = {"temperature": t, "prompt": name, "answer": int(options.answers), "number": number}
-                    yield key, prompt, SamplingParams(temperature=t, seed=number, max_tokens=int(options.answers))
+                    yield key, [prompt], SamplingParams(temperature=t, seed=number, max_tokens=int(options.answers))
         return
     cells = [
         (t, int(p), int(a))
@@ -137,22 +139,28 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
         random.Random(number).shuffle(cells)
         for temperature, length, tokens in cells:
             prompts = texts(llm.get_tokenizer(), length, 1000 * length + tokens)
-            prompt = [next(prompts) for _ in range(number + 1)][-1]
+            chosen = [next(prompts) for _ in range((number + 1) * options.streams)][-options.streams :]
             key = {"temperature": temperature, "prompt": length, "answer": tokens, "number": number}
-            yield key, prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+            key |= {"streams": options.streams} if options.streams > 1 else {}
+            yield key, chosen, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
 
 
 def show(pairs: list[dict[str, Any]]) -> None:
-    for cell in sorted({(p["temperature"], p["prompt"], p["answer"]) for p in pairs}):
-        rows = [p for p in pairs if (p["temperature"], p["prompt"], p["answer"]) == cell and p["plain"]["tokens"] > 1]
+    def of(pair: dict[str, Any]) -> tuple[Any, ...]:
+        return pair["temperature"], pair["prompt"], pair["answer"], pair.get("streams", 1)
+
+    for cell in sorted({of(pair) for pair in pairs}):
+        rows = [pair for pair in pairs if of(pair) == cell and pair["plain"]["tokens"] > 1]
         same = f"{sum(p['same'] for p in rows)} of {len(rows)} the same tokens"
-        print(f"T {cell[0]}, prompts {cell[1]}, answers {cell[2]}: {same}")
+        print(f"T {cell[0]}, prompts {cell[1]}, answers {cell[2]}, streams {cell[3]}: {same}")
         for name in [name for name in rows[0] if isinstance(rows[0][name], dict)]:
             there = [p for p in rows if name in p]
             whole = [p["plain"]["seconds"] / p[name]["seconds"] for p in there]
             decoding = [rate(p[name]) / rate(p["plain"]) for p in there]
             speed, first = (statistics.median(f(p[name]) for p in there) for f in (rate, lambda r: r["first"]))
-            over = f"over plain {shown(whole)}, decoding {shown(decoding)}"
+            total = sum(p["plain"]["seconds"] for p in there) / sum(p[name]["seconds"] for p in there)
+            slow = f"{sum(each < 0.95 for each in whole)} below 0.95, least {min(whole):.2f}, all together {total:.2f}"
+            over = f"over plain {shown(whole)} ({slow}), decoding {shown(decoding)}"
             print(f"  {name:12} {speed:6.1f} tokens/s, first {first:.2f} s, {over}")
 
 
@@ -163,6 +171,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=6, help="of each cell")
     parser.add_argument("--temperatures", default="0,0.7")
+    parser.add_argument("--streams", type=int, default=1, help="requests that begin together; not with --set")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)))
     parser.add_argument("--answers", default=",".join(map(str, ANSWERS)))
     parser.add_argument(
@@ -187,7 +196,7 @@ def main() -> None:
     kept |= {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
     kept |= {"model": options.model, "processor": processor(), "threads": options.threads}
     torch.set_num_threads(options.threads)
-    common: dict[str, Any] = {"max_model_len": 2048}
+    common: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": max(8, options.streams)}
     llms = {"plain": LLM(options.model, speculative_config=None, **common), "auto": LLM(options.model, **common)}
     for line in options.line:
         name, _, config = line.partition("=")
@@ -203,14 +212,14 @@ def main() -> None:
                 answers["llama draft"] = start(18082, options.threads, *flags)
         print(f"loaded in {perf_counter() - began:.1f} s; auto is {llms['auto'].speculative}")
         for each in answers.values():  # what is made once is not measured
-            each([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-        for key, prompt, params in requests(options, llms["plain"]):
+            each([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        for key, prompts, params in requests(options, llms["plain"]):
             if any(key.items() <= pair.items() for pair in kept["pairs"]):
                 continue
             if perf_counter() - began > options.seconds:
                 break
             order = list(answers)[:: 1 if key["number"] % 2 else -1]
-            results = {name: answers[name](prompt, params) for name in order}
+            results = {name: answers[name](prompts, params) for name in order}
             ids = {name: results[name].pop("ids") for name in order}
             kept["pairs"].append(key | results | {"same": all(ids["plain"] == ids[name] for name in llms)})
             options.out.write_text(json.dumps(kept, indent=1))

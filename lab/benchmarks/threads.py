@@ -110,7 +110,7 @@ def engines(given: argparse.Namespace, stack: ExitStack) -> dict[tuple[str, str]
 def outside(request: Callable[..., dict[str, Any]], llm: LLM, run: int, tokens: int) -> Run:
     """The same answer by llama.cpp's server, whose rounds are not seen."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    result = request(llm.get_tokenizer().encode(prompt(run)), params)
+    result = request([llm.get_tokenizer().encode(prompt(run))], params)
     return {"rate": result["tokens"] / result["seconds"], "rounds": [], "ids": []}
 
 
