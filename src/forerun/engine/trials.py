@@ -132,7 +132,8 @@ class MadeUp:
         for name, drafter in [*self.router.drafters.items()] * 2:  # the first time, weights are put in place
             self._begin(name)
             few = self.count * (drafter.config.num_speculative_tokens + 1)
-            backlog, times = self._backlog(drafter), []
+            times: list[float] = []
+            backlog = self._backlog(drafter)
             while self._backlog(drafter) > few and len(times) < READS:  # it reads a part of them in each round
                 times.append(self.time_round(name, 1, 2).draft)
             if times:
