@@ -4,8 +4,8 @@ FORM = neon_i8mm
 PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64 win_amd64
 SANITIZED = tests/unit/kernels/test_kernel_arguments.py tests/unit/kernels/test_decoder_arguments.py tests/unit/models/test_recurrent.py tests/unit/models/test_linear.py tests/unit/models/test_blocks.py \
 	tests/unit/models/test_gguf_model.py tests/unit/attention/test_attention.py \
-	tests/unit/sampling/test_sampling_draw.py tests/unit/sampling/test_sampling_warp.py tests/unit/test_drafted_chains.py \
-	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
+	tests/unit/sampling/test_sampling_draw.py tests/unit/sampling/test_sampling_warp.py tests/unit/speculate/test_drafted_chains.py \
+	tests/unit/speculate/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
 .PHONY: help setup check quick test size sanitize sanitize_threads emulated wheels bench docs
 
