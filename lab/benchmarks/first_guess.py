@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun_lab.heads.eagle import TrainedEagle
 
 LENGTH = 64
 
@@ -18,7 +18,7 @@ class Said(NamedTuple):
     """``features`` [1, n, layers * hidden size] and ``tokens`` [1, n] went in; ``finished`` [1, n, hidden size] and
     ``logits`` [1, n, rows of the output layer] came out."""
 
-    head: EagleHead
+    head: TrainedEagle
     embedding: torch.Tensor
     features: torch.Tensor
     tokens: torch.Tensor
@@ -29,8 +29,8 @@ class Said(NamedTuple):
 @torch.no_grad()
 def said(head: str, target: str) -> Said:
     """By the head and the target in these folders, without a cache."""
-    ours = EagleHead.load(Path(head), json.loads((Path(target) / "config.json").read_text())["num_hidden_layers"])
-    assert isinstance(ours, EagleHead)
+    ours = TrainedEagle.load(Path(head), json.loads((Path(target) / "config.json").read_text())["num_hidden_layers"])
+    assert isinstance(ours, TrainedEagle)
     torch.manual_seed(0)
     size, vocabulary = ours.sizes.hidden_size, ours.sizes.vocab_size
     features = torch.randn(1, LENGTH, len(ours.layers) * size)

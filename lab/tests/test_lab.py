@@ -20,6 +20,7 @@ FROM_THE_LAB = {
     "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],
     "tune": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
+    "adapt": ["generate", "x", "--speculative-config", '{"method": "eagle", "adapt": true}'],
     "traces": ["generate", "x", "--trace-html", "trace.html"],
     "metrics": ["serve", "--metrics-names", "vllm"],
     "plots": ["bench", "--plots", "x"],

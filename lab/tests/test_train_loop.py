@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.speculate.draft.heads.head import Guess, overlap
+from forerun_lab.heads.training import Guess, overlap
 from forerun_lab.train.corpus import TokenStream
 from forerun_lab.tune import kinds
 from forerun_lab.tune.config import LoopSettings

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from forerun.speculate.draft.heads.head import overlap
+from forerun_lab.heads.training import overlap
 from forerun_lab.train.losses import LOSSES, kl, of_chains, table, tv_ce
 from logit_pairs import KL, P_LOGITS, PAIRS, compute
 

@@ -33,8 +33,8 @@ from forerun.models.run.base import new_attention
 from forerun.models.run.invariance import self_test
 from forerun.models.run.native import NativeModel
 from forerun.models.run.rotary import Rotary
-from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.eagle import TrainedEagle
 from here import where
 from modules import requested
 from refusals import refused
@@ -250,12 +250,12 @@ def test_greedy_tokens_of_transformers_with_and_without_a_draft(described, tiny_
 def test_a_head_in_one_call_says_what_its_module_says(described, tmp_path, name):
     """With the target's embedding and output layer, scale and soft cap included."""
     options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
-    head = EagleHead(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options))
+    head = TrainedEagle(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options))
     torch.manual_seed(5)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     head.save(tmp_path)
-    head = EagleHead.load(tmp_path)
+    head = TrainedEagle.load(tmp_path)
     llm = LLM(described(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
     (drafter,) = llm.engine.router.drafters.values()
     feature, tokens = torch.randn(6, SIZES["hidden_size"]), ids(6)

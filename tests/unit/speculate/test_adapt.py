@@ -12,9 +12,9 @@ from forerun.core.request import RequestState
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.load import load_model
 from forerun.speculate.draft.heads.head import Sizes
-from forerun.speculate.draft.training.adapt import Adaptation, Learner
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.table import Tables
+from forerun_lab.heads.adapt import Adaptation, Learner
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 

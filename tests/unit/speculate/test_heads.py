@@ -13,17 +13,18 @@ from drafting import first_draft
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.parallel import ContextCache, ParallelHead
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import TrainingBatch
 from refusals import refused
 from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 pytestmark = pytest.mark.slow
 
-HEADS = {"eagle": EagleHead, "medusa": MedusaHead, "parallel": ParallelHead}
+HEADS = {"eagle": TrainedEagle, "medusa": MedusaHead, "parallel": ParallelHead}
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -51,12 +52,12 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     sizes = sizes_of(Path(tiny_target))
     options = {"heads": 4, "kv_heads": 2, "width": width, "inner_size": 24, "mixed": mixed}
     sizes = Sizes(**{**vars(sizes), "options": options})
-    head = EagleHead(sizes)
+    head = TrainedEagle(sizes)
     scramble(head)
     head.save(tmp_path)
     config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}
     drafted, committed = first_draft(tiny_target, config, PROMPT)
-    saved = EagleHead.load(tmp_path)
+    saved = TrainedEagle.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     features = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
     embedding = reference.get_input_embeddings()
@@ -142,12 +143,12 @@ def test_a_reduced_vocabulary_changes_no_token(tiny_target, tmp_path, reference,
 
 def test_a_packed_head_is_what_gguf_reads_from_its_blocks(tmp_path):
     options = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "theta": 1e4, "eps": 1e-5, "layers": [2]}
-    head = EagleHead(Sizes(32, 40, 2, 3, {**options, "draft_vocab_size": 20, "mixed": True}))
+    head = TrainedEagle(Sizes(32, 40, 2, 3, {**options, "draft_vocab_size": 20, "mixed": True}))
     for part in head.parameters():
         torch.nn.init.normal_(part)
     head.d2t.copy_(torch.arange(20))
     head.save(tmp_path, {"target": "x"}, packed=True)
-    found = EagleHead.load(tmp_path)
+    found = TrainedEagle.load(tmp_path)
     for name, part in head.state_dict().items():
         if part.dim() == 2 and part.shape[1] % 32 == 0:
             blocks = quants.quantize(part.numpy(), GGMLQuantizationType.Q4_0)
@@ -158,7 +159,7 @@ def test_a_packed_head_is_what_gguf_reads_from_its_blocks(tmp_path):
     assert found.record["target"] == "x"
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "packed": "Q9_0"}))
-    refused(ModelError, "'Q9_0': heads are packed in Q4_0", EagleHead.load, tmp_path)
+    refused(ModelError, "'Q9_0': heads are packed in Q4_0", TrainedEagle.load, tmp_path)
 
 
 def test_a_head_that_is_missing_names_a_command_that_is_installed(tiny_target, monkeypatch):

@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun import LLM, ForerunError
 from forerun.models.run.rotary import default_frequencies
-from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun_lab.heads.eagle import TrainedEagle
 from gguf_files import add, finish
 from refusals import refused
 from unrolled import unrolled
@@ -168,7 +168,7 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
-    head = EagleHead.load(file, config["num_hidden_layers"])
+    head = TrainedEagle.load(file, config["num_hidden_layers"])
     hidden = reference(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
     features = torch.cat([hidden[1][0], hidden[2][0]], -1)
     if third:

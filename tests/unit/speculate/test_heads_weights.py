@@ -5,8 +5,9 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from forerun.models.formats import ON_CPU as formats
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
+from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import TrainingBatch
 from here import where
 from unrolled import scramble, unrolled
 
@@ -17,7 +18,9 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
     """Every step behind every place, of two texts end to end, as a draft of the text alone says it; while it is
     trained, later steps in half and a quarter of these places."""
     depth, length, texts = 3, 26, (11, 15)
-    head = EagleHead(Sizes(24, 40, 4, depth, {"heads": 4, "kv_heads": 2, "width": 6, "layers": [2, 4], "mixed": mixed}))
+    head = TrainedEagle(
+        Sizes(24, 40, 4, depth, {"heads": 4, "kv_heads": 2, "width": 6, "layers": [2, 4], "mixed": mixed})
+    )
     scramble(head)
     tokens, hidden = torch.randint(40, (2, length)), {layer: torch.randn(2, length, 24) for layer in (2, 4)}
     embedding, output = torch.randn(2, 40, 24)
@@ -53,7 +56,9 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
 @torch.no_grad()
 def test_a_head_in_blocks_computes_with_its_rounded_weights(kind):
     """All of eagle, as the gguf package rounds it; what a layer reads is rounded to 8 bits, and nothing else."""
-    head = EagleHead(Sizes(64, 40, 4, 2, {"heads": 2, "kv_heads": 1, "width": 32, "layers": [1, 4], "own_head": True}))
+    head = TrainedEagle(
+        Sizes(64, 40, 4, 2, {"heads": 2, "kv_heads": 1, "width": 32, "layers": [1, 4], "own_head": True})
+    )
     scramble(head)
     x = torch.randn(5, 128)
     head.quantization = kind

@@ -23,11 +23,12 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext
-from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.block import BlockConfig, BlockDrafter
+from forerun_lab.heads.training import Guess, TrainedHead, TrainingBatch
 
 
-class ResidualHead(Head):
+class ResidualHead(TrainedHead):
     """Heads that predict depth d by the target's output layer on a transformed last hidden state."""
 
     ahead: ClassVar[int] = 1
@@ -117,7 +118,7 @@ class Blockwise(ResidualDrafter):
 ANCHORS = 16
 
 
-class LookaheadHead(Head):
+class LookaheadHead(TrainedHead):
     method = "lookahead"
     first_token = 2  # the target's own distribution is there for the first
 

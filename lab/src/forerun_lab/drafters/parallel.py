@@ -17,9 +17,10 @@ from torch import nn
 
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
-from forerun.speculate.draft.training.block import BlockHead, BlockLayer
+from forerun.speculate.draft.heads.head import Norm, Sizes
 from forerun_lab.drafters.block import BlockDrafter
+from forerun_lab.heads.block import BlockHead, BlockLayer
+from forerun_lab.heads.training import TrainingBatch, feed_forward
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
 
@@ -38,7 +39,7 @@ class _Block(BlockLayer):
 
     def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = x + self.o_proj(attend(self.norm(x)))
-        return x + self.mlp(self.norm_mlp(x))
+        return x + feed_forward(self.mlp, self.norm_mlp(x))
 
     def attend(
         self, normed: torch.Tensor, positions: torch.Tensor, caches: Sequence[ContextCache], index: int

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import resolve
-from forerun.speculate.draft.heads.head import overlap
+from forerun_lab.heads.training import overlap
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import DistillConfig
 from forerun_lab.train.corpus import describe

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.speculate.draft.heads.dflash import DFlashHead
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Sizes, weights
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import BlockwiseHead, LookaheadHead, MedusaHead
 from forerun_lab.drafters.parallel import ParallelHead
+from forerun_lab.heads.dflash import TrainedDFlash
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import TrainedHead, weights
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.losses import show
@@ -24,18 +25,18 @@ from forerun_lab.train.material import gather, lesson
 from forerun_lab.tune import loop
 from forerun_lab.tune.kinds import Figures, evaluate_head
 
-HEADS: dict[str, type[Head]] = {
+HEADS: dict[str, type[TrainedHead]] = {
     "medusa": MedusaHead,
     "blockwise": BlockwiseHead,
-    "dflash": DFlashHead,
-    "eagle": EagleHead,
+    "dflash": TrainedDFlash,
+    "eagle": TrainedEagle,
     "parallel": ParallelHead,
     "lookahead": LookaheadHead,
     "layerskip": ExitHead,
 }
 
 
-def loss_label(head: Head) -> loop.LossLabel:
+def loss_label(head: TrainedHead) -> loop.LossLabel:
     """The label of a head's loss."""
     first, last = head.first_token, head.sizes.depth
     fractions = weights(last - first + 1)
@@ -64,12 +65,12 @@ def train_head(config: HeadTrainConfig) -> Path:
     exit_layer = (config.exit_layer or max(1, text.num_hidden_layers // 2)) if config.method == "layerskip" else None
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        assert isinstance(model, Head)
+        assert isinstance(model, TrainedHead)
         with torch.autocast(batch.device.type, torch.bfloat16):
             return model.loss(lesson(target, batch, exit_layer))
 
     def evaluate(model: nn.Module, count: int = 8) -> Figures:
-        assert isinstance(model, Head)
+        assert isinstance(model, TrainedHead)
         rows = corpora.whole_rows(material.test, config.length + 1)[:count]
         with torch.autocast(rows.device.type, torch.bfloat16):
             return evaluate_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import fingerprint, resolve
-from forerun.speculate.draft.heads.head import Sizes, weights
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.medusa import MedusaHead
+from forerun_lab.heads.training import weights
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.corpus import describe, names

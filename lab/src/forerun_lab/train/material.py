@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.speculate.draft.heads.head import TrainingBatch
+from forerun_lab.heads.training import TrainingBatch
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
 from forerun_lab.train.corpus import Document, list_files, split_files

@@ -28,9 +28,9 @@ from forerun.models.text.chat import Message, render_chat
 from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
-from forerun.speculate.draft.heads.head import TrainingBatch
 from forerun.speculate.verify import Verification
 from forerun.tune.data import OPENING, every_fortieth, held_out_prompts, library_paragraphs, rendered
+from forerun_lab.heads.training import TrainingBatch
 from forerun_lab.tune.data import Data, user_turns
 
 FOLLOW_UP_EVERY = 4

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import overlap
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import overlap
 from forerun_lab.tune.features import Features
 
 RIDGE = 0.01
@@ -70,7 +70,7 @@ class LeastSquares:
 
 
 @torch.no_grad()
-def fit_eagle(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int) -> Tensor:
+def fit_eagle(head: TrainedEagle, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int) -> Tensor:
     """Initialise ``head`` without gradients.
 
     Its feature and its output are the target's last hidden state before the final norm's weights, for this and for the
@@ -122,7 +122,7 @@ def copy_layer(draft: Any, norms: tuple[Any, Any], layer: Any) -> None:
     draft.mlp.down_proj.weight.zero_()
 
 
-def _fit_input(head: EagleHead, texts: _Texts) -> Tensor:
+def _fit_input(head: TrainedEagle, texts: _Texts) -> Tensor:
     """Fit ``mix`` and ``fc``. While drafting, the head's output is its next feature, so ``mix`` is fitted to last
     hidden states, and ``fc`` adds what the other features contribute."""
     assert head.mix is not None
@@ -145,7 +145,7 @@ def _fit_input(head: EagleHead, texts: _Texts) -> Tensor:
     return (squares / max(1, count)).sqrt()
 
 
-def _best_logit_scale(head: EagleHead, texts: _Texts) -> float:
+def _best_logit_scale(head: TrainedEagle, texts: _Texts) -> float:
     """The factor of the head's logits with the highest acceptance at temperature 1."""
     assert head.lm_head is not None
     accepted, count = torch.zeros(len(LOGIT_SCALES), device=texts.norm.device), 0
@@ -177,7 +177,7 @@ class _Texts:
                 yield states[:-2], self.embedding[ids[1:-1]], answer
 
 
-def _attended(head: EagleHead, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+def _attended(head: TrainedEagle, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
     """A conversation's residual stream before the layer [n, hidden size], and its attention output before ``o_proj``
     [n, heads * width]."""
     stream = head.enter(embedded, head.feature(states))

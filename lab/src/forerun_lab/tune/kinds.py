@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap, weights
+from forerun.speculate.draft.heads.head import Head, Sizes
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import Guess, TrainingBatch, overlap, weights
 from forerun_lab.tune.features import Features
 from forerun_lab.tune.fit import InputScaled, eagle_options, fit_eagle
 from forerun_lab.tune.loop import UNFIT, LossLabel
@@ -69,21 +70,21 @@ class EagleKind(HeadKind):
     quantization = "q4_0"
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
-        head = EagleHead(Sizes(**sizes))
+        head = TrainedEagle(Sizes(**sizes))
         return make_trainable(head, torch.ones(head.fc.in_features), target)
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         config: Any = target.config.get_text_config()
         torch.manual_seed(0)
         sizes = sizes_of(target, eagle_options(config, features.layers, len(ids)), EAGLE_DEPTH)
-        head = EagleHead(sizes).to(ids.device)
+        head = TrainedEagle(sizes).to(ids.device)
         return make_trainable(head, fit_eagle(head, target, ids, features, tokens), target)
 
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
     ) -> None:
-        assert isinstance(draft, EagleHead)
-        plain = EagleHead(Sizes(**{**vars(draft.sizes), "depth": EAGLE_MAX_DEPTH}))
+        assert isinstance(draft, TrainedEagle)
+        plain = TrainedEagle(Sizes(**{**vars(draft.sizes), "depth": EAGLE_MAX_DEPTH}))
         weights = {}
         for name in plain.state_dict():
             module, _, part = name.rpartition(".")
@@ -136,7 +137,7 @@ def eos_ids(target: PreTrainedModel) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def make_trainable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> EagleHead:
+def make_trainable(head: TrainedEagle, scales: Tensor, target: PreTrainedModel) -> TrainedEagle:
     """Train the matrices that read the target as if their inputs, whose root mean squares are ``scales``, had size 1;
     freeze the output layer, which is the target's."""
     embedding: Any = target.get_input_embeddings().weight

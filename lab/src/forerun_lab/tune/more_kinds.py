@@ -14,10 +14,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
-from forerun.speculate.draft.heads.dflash import DFlashHead
-from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.parallel import ParallelHead
+from forerun_lab.heads.dflash import TrainedDFlash
+from forerun_lab.heads.training import Guess, TrainedHead, TrainingBatch, overlap
 from forerun_lab.train.folder import save_model
 from forerun_lab.tune.features import Features
 from forerun_lab.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
@@ -33,7 +34,7 @@ class MedusaKind(HeadKind):
 
     matrix_lr = 3e-3
     quantization = "int8_rows"
-    head: ClassVar[type[Head]] = MedusaHead
+    head: ClassVar[type[TrainedHead]] = MedusaHead
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         head = self.head(Sizes(**sizes))
@@ -47,7 +48,7 @@ class MedusaKind(HeadKind):
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
     ) -> None:
-        assert isinstance(draft, Head)
+        assert isinstance(draft, TrainedHead)
         draft.save(folder, dict(metadata))
 
 
@@ -55,7 +56,7 @@ class ParallelKind(MedusaKind):
     """Initialised with the target's last layer over its last hidden states; ``o_proj`` and ``down_proj`` are fitted by
     least squares."""
 
-    head: ClassVar[type[Head]] = ParallelHead
+    head: ClassVar[type[TrainedHead]] = ParallelHead
 
     def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
         """A fresh head with options ``known``, the matrix that reads features, and the norms of its layer."""
@@ -85,11 +86,11 @@ class DFlashKind(ParallelKind):
     """Initialised as ``ParallelKind``, with one layer that predicts from its anchor on; its mask is a token that occurs
     in no text."""
 
-    head = DFlashHead
+    head = TrainedDFlash
 
     def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
         ends = eos_ids(target)
-        head = DFlashHead(
+        head = TrainedDFlash(
             sizes_of(target, {**known, "from_anchor": True, "mask": ends[0] if ends else 0}, PARALLEL_DEPTH)
         )
         (block,) = head.each_block()
@@ -143,7 +144,7 @@ def _fitted(
     sharpen(draft, norm, material)
 
 
-def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:
+def _narrowed(head: TrainedHead, target: PreTrainedModel, ids: Tensor) -> TrainedHead:
     """``head`` with the draft vocabulary ``ids`` and the target's output rows for it."""
     output: Any = target.get_output_embeddings().weight
     head.reduce_vocabulary(ids, output[ids])

@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
-from forerun.core.registry import has_lab
+from forerun.core.registry import from_lab, has_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Drafts, Verdicts
 from forerun.models.files.open import BUNDLED, fingerprint, quick_config, resolve
@@ -19,7 +19,6 @@ from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.run.base import Model, ModelInfo
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
 from forerun.speculate.draft.heads.head import Head, Sizes
-from forerun.speculate.draft.training.adapt import Adaptation, Learner
 from forerun.speculate.verify import Verification
 
 C = TypeVar("C", bound="HeadConfig")
@@ -31,8 +30,8 @@ class HeadConfig(DrafterConfig):
     model: str | None = None
     """Folder or hub id of the trained head; None: the one bundled for the bundled target."""
     adapt: Any = None
-    """Train the head while it serves: true, or a mapping of options (every, share, window, batch, buffer_tokens, lr,
-    save). The tokens stay the same."""
+    """Train the head while it serves, with forerun-lab: true, or a mapping of options (every, share, window, batch,
+    buffer_tokens, lr, save). The tokens stay the same."""
     quantization: str | None = None
     """Quantization of the head's own output layer, and of the decoder layers of eagle, mtp and dflash, where our CPU
     kernels run them: int8_rows, or a block format of GGUF files such as q8_0, which also applies to the projection of
@@ -43,7 +42,8 @@ class HeadConfig(DrafterConfig):
         formats = ("int8_rows", *BLOCKS, UNQUANTIZED)
         if self.quantization not in (None, *formats):
             raise ConfigError(f"a head's quantization is one of {', '.join(formats)}, not {self.quantization!r}")
-        object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
+        if self.adapt is not None:
+            object.__setattr__(self, "adapt", from_lab("adapt", "adapt").Adaptation.parse(self.adapt))
 
     def form(self, info: ModelInfo) -> str | None:
         """The ``quantization`` that the CPU kernels run for such a target."""
@@ -137,10 +137,10 @@ class HeadDrafter(FeatureDrafter[C]):
                 f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
                 f"which {info.name} does not hold: load that folder as the model"
             )
-        self.learner: Learner | None = None
+        self.learner: Any = None
         hidden = self.head.layers
         if config.adapt is not None:
-            self.learner = Learner(self.head, context.target, config.adapt)
+            self.learner = from_lab("adapt", "adapt").Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
         if config.quantization not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")

@@ -13,7 +13,7 @@ that compare p and q stay lossless.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,10 +31,9 @@ from forerun.models.run.parts import BlockConvolution
 from forerun.models.weights.published import read_dflash
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, can_chain
-from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
+from forerun.speculate.draft.heads.head import FeedForward, Head, Norm, Sizes
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 from forerun.speculate.draft.levels import Frontier, grow
-from forerun.speculate.draft.training.block import BlockHead, BlockLayer
 
 DEFAULTS: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
@@ -43,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class _Convolution(nn.Module):
+class Convolution(nn.Module):
     """Weights of ``parts.BlockConvolution``, each shared by ``group`` channels."""
 
     def __init__(self, size: int, group: int) -> None:
@@ -52,29 +51,22 @@ class _Convolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
         self.kernel_projection = nn.Linear(size, 2 * BlockConvolution.TAPS * (size // group), bias=False)
 
-    def forward(self, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """``part`` of rows [..., block, hidden size], between the two convolutions."""
-        convolution = BlockConvolution(self.base_kernel, self.kernel_projection, x.shape[-2])
-        rows, weights = convolution.enter(x.flatten(0, -2))
-        return convolution.leave(part(rows.view(x.shape)).flatten(0, -2), weights).view(x.shape)
 
-
-class _DFlashBlock(BlockLayer):
-    """One layer: attention over context and block, then a feed-forward layer."""
+class DFlashBlock(nn.Module):
+    """Weights of one layer: attention over context and block, then a feed-forward layer."""
 
     def __init__(self, size: int, options: Mapping[str, Any]) -> None:
-        eps, group = options["eps"], options["group"]
-        super().__init__(size, options, eps=eps, biased=options["biased"])
+        super().__init__()
+        eps, group, biased = options["eps"], options["group"], options["biased"]
+        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
+        self.q_proj = nn.Linear(size, self.heads * self.width, bias=biased)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
+        self.o_proj = nn.Linear(self.heads * self.width, size, bias=biased)
+        self.q_norm, self.k_norm = Norm(self.width, eps), Norm(self.width, eps)
+        self.mlp = FeedForward(size, options["inner_size"])
         self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
-        self.attention_conv, self.mlp_conv = (None if group is None else _Convolution(size, group) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        def within(convolution: Any, rows: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-            result: torch.Tensor = part(rows) if convolution is None else convolution(rows, part)
-            return result
-
-        x = x + within(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
-        return x + within(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+        self.attention_conv, self.mlp_conv = (None if group is None else Convolution(size, group) for _ in range(2))
 
 
 class Selector(nn.Module):
@@ -108,7 +100,7 @@ class Domino(nn.Module):
         return self.leave(F.silu(self.enter(torch.cat([states, memory], dim=-1))))
 
 
-class DFlashHead(BlockHead):
+class DFlashHead(Head):
     """Options: sizes, ``layers`` (hidden states read), ``mask`` (the mask token), ``from_anchor``, ``windows`` and
     ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank), ``confidence``
     (``markov`` if that head also reads the Markov code), ``domino`` (state, inner, first), ``own_head``,
@@ -118,6 +110,7 @@ class DFlashHead(BlockHead):
     quantizes = True
     read_public = staticmethod(read_dflash)
     feeds = FEEDS_NORMED
+    block_class: ClassVar[type[DFlashBlock]] = DFlashBlock
     options_known = frozenset(DEFAULTS) | {"layers", "own_head", "draft_vocab_size"}
 
     def __init__(self, sizes: Sizes) -> None:
@@ -126,7 +119,7 @@ class DFlashHead(BlockHead):
         size = sizes.hidden_size
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, o["eps"]), Norm(size, o["eps"])
-        self.blocks = nn.ModuleList(_DFlashBlock(size, o) for _ in range(o["blocks"]))
+        self.blocks = nn.ModuleList(self.block_class(size, o) for _ in range(o["blocks"]))
         selector, rank = o["selector"], o["markov"]
         self.candidate_selector = None if selector is None else Selector(size, sizes.vocab_size, selector["rank"])
         self.make_lm_head(bool(o.get("own_head")))
@@ -137,11 +130,16 @@ class DFlashHead(BlockHead):
         inputs = size + (rank if o["confidence"] == "markov" else 0)
         self.confidence = nn.Linear(inputs, 1) if o["confidence"] else None
 
+    def default_layers(self, last: int) -> tuple[int, ...]:
+        return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
+
     @property
     def block_size(self) -> int:
+        """Rows of a block; the last ``sizes.depth`` of them predict tokens."""
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What blocks attend to, [..., hidden size], of the target's hidden states [..., layers * hidden size]."""
         return self.hidden_norm(self.fc(hidden))
 
     def described(self) -> tuple[Any, Spec, dict[str, torch.Tensor]]:
@@ -150,18 +148,8 @@ class DFlashHead(BlockHead):
         tensors = {name: each.detach() for name, each in self.named_parameters() if name.startswith(kept)}
         return config, dflash(config, self.block_size, self.options), tensors
 
-    def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        windows, causal = self.options["windows"], self.options["causal"]
-        window = windows[index] if windows else None
-        query, key = positions[..., :, None], positions[..., None, :]
-        before = (context < positions[..., :1, None]).expand(*positions.shape, len(context))
-        own = key <= (query if causal and causal[index] else positions[..., -1:, None])
-        own = own.expand(*positions.shape, positions.shape[-1])
-        if window is not None:
-            before, own = before & (query - context < window), own & (query - key < window)
-        return torch.cat([before, own], dim=-1)
-
     def condition(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Makes logits [n, own vocabulary] depend on the ``previous`` tokens int64 [n], if the head does that."""
         if self.markov_w1 is None:
             return logits
         assert self.markov_w2 is not None
@@ -174,9 +162,6 @@ class DFlashHead(BlockHead):
             assert self.markov_w1 is not None
             states = torch.cat([states, self.markov_w1(previous)], dim=-1)
         return F.logsigmoid(self.confidence(states).float())[:, 0]
-
-    def training_blocks(self, batch: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        return batch.embedding[self.inputs(batch.tokens[:, anchors])].to(features.dtype)
 
     def inputs(self, last: torch.Tensor) -> torch.Tensor:
         """Input tokens of blocks, int64 [..., block], that begin with the ``last`` tokens int64 [...]."""

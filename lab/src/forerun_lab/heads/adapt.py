@@ -25,7 +25,12 @@ from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types,
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.models.run.base import Model
-from forerun.speculate.draft.heads.head import Head, TrainingBatch
+from forerun.speculate.draft.heads.dflash import DFlashHead
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Head
+from forerun_lab.heads.dflash import TrainedDFlash
+from forerun_lab.heads.eagle import TrainedEagle
+from forerun_lab.heads.training import TrainedHead, TrainingBatch
 
 MAX_DUE = 4
 """Training steps that may be due at most; others are skipped."""
@@ -72,6 +77,18 @@ class Adaptation:
         return cls(**options)
 
 
+TRAINED: dict[type[Head], type[TrainedHead]] = {EagleHead: TrainedEagle, DFlashHead: TrainedDFlash}
+
+
+def trained(head: Head) -> TrainedHead:
+    """A copy of a served head that can be trained."""
+    if isinstance(head, TrainedHead):
+        return deepcopy(head)
+    result = TRAINED[type(head)](head.sizes)
+    result.load_state_dict(head.state_dict())
+    return result.to(next(head.parameters()).device)
+
+
 class Learner:
     """Trains a head while it serves."""
 
@@ -82,7 +99,7 @@ class Learner:
         if options.window <= depth:
             raise ConfigError(f"adapt: window must be above {depth} for a head that guesses {depth - 1} tokens ahead")
         self.head, self.target, self.options, self.clock = head, target, options, clock
-        self.master = deepcopy(head).float().train()
+        self.master = trained(head).float().train()
         """Float32: small steps would vanish in the head's own dtype."""
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0)
         self.layers = tuple(sorted({*head.layers, head.sizes.num_layers}))

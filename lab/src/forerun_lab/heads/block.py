@@ -12,32 +12,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.models.run.rotary import default_frequencies
-from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Norm, TrainingBatch, rotate
+from forerun.speculate.draft.heads.head import FeedForward, Norm
+from forerun_lab.heads.training import Guess, TrainedHead, TrainingBatch, rotate
 
 STEP = 4
 """Positions from one anchor of a training batch to the next."""
 
 
-class BlockLayer(nn.Module):
-    """Attention and feed-forward weights of one layer, without norms before them.
+class BlockAttention:
+    """Attention of a layer's block rows over the context and each other."""
 
-    Subclasses define ``forward(x, attend)`` for rows x [..., block, hidden size], where ``attend`` maps normed rows to
-    attention's output. ``eps`` is that of the norms of every head of queries and keys; None: there are none.
-    """
-
-    def __init__(
-        self, size: int, options: Mapping[str, Any], *, eps: float | None = None, biased: bool = False
-    ) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
-        self.frequencies = default_frequencies(self.width, options["theta"])
-        self.q_proj = nn.Linear(size, self.heads * self.width, bias=biased)
-        self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
-        self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
-        self.o_proj = nn.Linear(self.heads * self.width, size, bias=biased)
-        self.q_norm = None if eps is None else Norm(self.width, eps)
-        self.k_norm = None if eps is None else Norm(self.width, eps)
-        self.mlp = FeedForward(size, options["inner_size"])
+    heads: int
+    kv_heads: int
+    width: int
+    frequencies: torch.Tensor
+    """Rotary frequencies, float32 [width / 2]."""
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    q_norm: Any
+    k_norm: Any
 
     def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [..., n, kv heads, width] of context features or block rows."""
@@ -69,7 +63,26 @@ class BlockLayer(nn.Module):
         return out.flatten(-2)
 
 
-class BlockHead(Head):
+class BlockLayer(BlockAttention, nn.Module):
+    """Attention and feed-forward weights of one layer, without norms before them.
+
+    Subclasses define ``forward(x, attend)`` for rows x [..., block, hidden size], where ``attend`` maps normed rows to
+    attention's output.
+    """
+
+    def __init__(self, size: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
+        self.frequencies = default_frequencies(self.width, options["theta"])
+        self.q_proj = nn.Linear(size, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
+        self.q_norm = self.k_norm = None
+        self.mlp = FeedForward(size, options["inner_size"])
+
+
+class BlockHead(TrainedHead):
     """A head of ``BlockLayer``s over the target's low, middle and last hidden states."""
 
     blocks: nn.ModuleList

@@ -1,1 +1,0 @@
-"""Training of heads, in the laboratory and while they serve."""
