@@ -20,6 +20,7 @@ from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.heterogeneous import Vocabulary, VocabularyMap, VocabularyReading
 from forerun.speculate.draft.nested import merge
+from forerun_lab.drafters.slem import StringReading
 from forerun_lab.drafters.staged import Ahead
 from refusals import refused
 
@@ -363,12 +364,12 @@ def test_an_end_that_both_have_is_the_same_end():
     target.add_tokens([AddedToken("<end>", special=True)])
     end = target.convert_tokens_to_ids("<end>")
     bridge = VocabularyMap(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
-    assert bridge.to_target[0] == end
+    assert bridge.to_draft[end] == 0
     assert 0 not in bridge.to_draft
 
 
 def test_special_tokens_that_both_have_are_read_where_they_stand(bridge):
-    reading = VocabularyReading(bridge)
+    reading = StringReading(bridge)
     reading.follow(bridge.target.encode("def "))
     expected = list(reading.tokens)
     foreseen = [*bridge.draft.encode("path"), 0]
@@ -384,7 +385,7 @@ def test_special_tokens_that_both_have_are_read_where_they_stand(bridge):
 
 
 def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed(bridge):
-    reading = VocabularyReading(bridge)
+    reading = StringReading(bridge)
     reading.follow(bridge.target.encode("def "))
     start = len(reading.tokens)
     written = bridge.draft.encode("path in os")

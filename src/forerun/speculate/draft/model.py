@@ -17,6 +17,7 @@ from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT, Within
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.architectures.spec import refusal
@@ -89,7 +90,8 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
-    """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
+    """How two vocabularies meet: tli (draft among the tokens that both have) or, with forerun-lab, slem (draft text,
+    encode it anew)."""
     limits: ClassVar = {"draft_vocab_size": COUNT, "prompt_lookup_num_tokens": Within(0, 64, whole=True)}
 
     @classmethod
@@ -181,10 +183,12 @@ class DraftModel(Drafter[DraftModelConfig]):
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
         if not config.use_heterogeneous_vocab:
             return cls(config, context)
-        from forerun.speculate.draft.heterogeneous import CrossVocabularyDraftModel, StringDraftModel
+        if config.heterogeneous_vocab_method == "slem":
+            result: DraftModel = from_lab("slem", "heterogeneous_vocab_method 'slem'").StringDraftModel(config, context)
+            return result
+        from forerun.speculate.draft.heterogeneous import CrossVocabularyDraftModel
 
-        tli = config.heterogeneous_vocab_method == "tli"
-        return (CrossVocabularyDraftModel if tli else StringDraftModel)(config, context)
+        return CrossVocabularyDraftModel(config, context)
 
     def _check_kind(self, path: str, has_source: bool) -> None:
         """Raises ConfigError for an encoder-decoder that drafts for a decoder, or with another vocabulary."""
