@@ -10,9 +10,9 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from chat_model import QUICK
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.tune.config import TRAINED, TuneConfig
 from forerun_lab.tune import features
 from forerun_lab.tune import run as stages
+from forerun_lab.tune.config import TRAINED, TuneConfig
 from forerun_lab.tune.more_kinds import KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]

@@ -13,10 +13,10 @@ from forerun.core.errors import ModelError
 from forerun.engine import tuned
 from forerun.models.files.open import read_config
 from forerun.models.text.tokenizer import load_tokenizer
-from forerun.tune.config import TuneConfig
 from forerun_lab.heads.adapt import Adaptation
 from forerun_lab.tune import choose
 from forerun_lab.tune import run as stages
+from forerun_lab.tune.config import TuneConfig
 from refusals import refused
 
 NO_PATHS = {"dtype", "quantization", "heterogeneous_vocab_method"}
