@@ -18,7 +18,6 @@ FROM_THE_LAB = {
     "page": ["plan", "--html", "plan.html"],
     "peers": ["bench", "--peers", "transformers", "--max-tokens", "2", "--prompts", "1"],
     "written": ["bench", "--prompt-set", "categories-small"],
-    "shapes": ["bench", "--random-shape", "tiny"],
     "tune": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
     "adapt": ["generate", "x", "--speculative-config", '{"method": "eagle", "adapt": true}'],
     "traces": ["generate", "x", "--trace-html", "trace.html"],

@@ -265,7 +265,6 @@ def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
     ("options", "message"),
     [
         (["--prompt-set", "categories", "--prompt-tokens", "9"], "remove --prompt-tokens"),
-        (["--prompt-set", "categories", "--random-shape", "tiny"], "prompt_set categories needs a real model: remove"),
         (["--execute"], "execute needs prompt_set humaneval"),
         (["--prompt-set", "humaneval"], "pip install './lab[humaneval]'"),
         (["--prompt-set", "categories", "--prompts-file", "nowhere.jsonl"], "cannot read prompts from nowhere.jsonl"),

@@ -1,10 +1,14 @@
-"""Checkpoints of known models' shapes with random weights: for speed, where the weights' values do not matter."""
+"""Checkpoints of known models' shapes with random weights: for speed, where the weights' values do not matter.
+
+``python -m forerun_lab.shapes llama-3.2-1b FOLDER`` writes one; ``forerun bench --model FOLDER --prompt-set random``
+measures it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +19,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from forerun.core.errors import ConfigError
-from forerun.measure.config import HELD_OUT, RANDOM, BenchConfig
 
 SIZES = {
     "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
@@ -73,22 +76,6 @@ def random_checkpoint(folder: Path, shape: str, *, seed: int = 0, vocabulary: in
     return folder
 
 
-def with_random_models(config: BenchConfig, folder: Path, progress: Callable[[str], None]) -> BenchConfig:
-    """The same, with checkpoints in ``folder`` in place of shapes. Held-out text means nothing to such models. Raises
-    ConfigError."""
-    if config.random_shape is not None:
-        if "model" in config.engine:
-            raise ConfigError("give a model or a random shape, not both")
-        progress(f"writing random weights, {config.random_shape}")
-        path = random_checkpoint(folder / config.random_shape, config.random_shape, seed=config.seed)
-        kind = RANDOM if config.prompt_set == HELD_OUT else config.prompt_set
-        config = replace(config, engine={**config.engine, "model": str(path)}, prompt_set=kind)
-    if config.random_draft_shape is not None:
-        path = random_checkpoint(folder / "draft", config.random_draft_shape, seed=config.seed + 1)
-        config = replace(config, speculative={**config.speculative, "model": str(path)})
-    return config
-
-
 def _shards(config: LlamaConfig, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
     """The embeddings, then every layer."""
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim or 0
@@ -124,3 +111,8 @@ def _words(count: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel(words, unk_token=END))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, unk_token=END)
+
+
+if __name__ == "__main__":
+    _, shape, folder = sys.argv
+    print(random_checkpoint(Path(folder), shape))

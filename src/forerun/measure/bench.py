@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
@@ -42,14 +40,6 @@ Progress = Callable[[str], None]
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
     """Measure every combination of ``config``. Returns ``{"environment": ..., "rows": [...], "categories": [...],
     "left_out": {method: why}}``, with ``categories`` if the prompts have any. Raises ForerunError subclasses."""
-    if config.random_shape is None and config.random_draft_shape is None:
-        return _run(config, progress)
-    with_random_models = from_lab("shapes", "bench with random weights").with_random_models
-    with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
-        return _run(with_random_models(config, Path(folder), progress), progress)
-
-
-def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
     options = with_trees(options, config.trees or 0)
     written = None
@@ -115,9 +105,7 @@ def _about(
     return about | {
         "weights": list(held),
         "peers": list(config.peers),
-        "model": config.random_shape or about["model"],
         "sampling": config.sampling,
-        "random_weights": config.random_shape is not None,
         "prompt_set": config.prompt_set if written or config.prompts_file is None else str(config.prompts_file),
         "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
         "prompts": len(prompts),

@@ -26,8 +26,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
     HUMANEVAL: {"prompts": EVERY, "max_tokens": 256, "repeats": 1, "temperatures": (0.0,)},
 }
 """Prompt sets that are written, and their default settings. The model ends their answers."""
-SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "tiny")
-"""Models of random weights (``forerun_lab.shapes``)."""
 TREE_NODES = 8
 SAMPLES = 1000
 """Answers of one distribution check. Enough to find a rule that draws the token after a rejection from p instead of
@@ -76,10 +74,6 @@ class BenchConfig:
     )
     execute: bool = option(False, "Run humaneval's tests on generated code, in limited child processes.")
     seed: int = option(0, "Seed of prompts and sampling. -1: a random one.")
-    random_shape: str | None = option(
-        None, f"Measure random weights of this shape instead of a model: {', '.join(SHAPES)}."
-    )
-    random_draft_shape: str | None = option(None, "Add a draft model with random weights of this shape.")
     whole: bool = option(False, "Include prompt processing, as for requests that come and go.")
     fresh: bool = option(False, "Reset the length policy's measurements after every run.")
     fastest: bool = option(True, "Also measure plain decoding without bit-equal logits.")
@@ -99,8 +93,6 @@ class BenchConfig:
                 raise ConfigError(f"{name} must name at least one")
         if self.prompt_set not in SETS and self.prompt_set not in WRITTEN:
             raise ConfigError(f"unknown prompt set {self.prompt_set!r}: choose one of {', '.join([*SETS, *WRITTEN])}")
-        if self.prompt_set in WRITTEN and self.random_shape is not None:
-            raise ConfigError(f"prompt_set {self.prompt_set} needs a real model: remove random_shape")
         if self.execute and self.prompt_set != HUMANEVAL:
             raise ConfigError(f"execute needs prompt_set {HUMANEVAL}")
         own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
