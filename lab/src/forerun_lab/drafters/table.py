@@ -23,8 +23,8 @@ from forerun.core.folders import expanded
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig
-from forerun.speculate.draft.ngram import CountChooser, Counts
 from forerun.speculate.verify import Verification
+from forerun_lab.drafters.counts import CountChooser, Counts
 
 DEFAULT_SIZE = 400_000
 FORMAT = "forerun_table"
