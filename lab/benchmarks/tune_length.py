@@ -2,11 +2,13 @@
 
 ``PYTHONPATH=tests/helpers python lab/benchmarks/tune_length.py [NAME=VALUE ...]`` tries other values of its constants.
 Speeds are over plain decoding in undisturbed work, the policy's own time included; now and then the machine is busy.
-Each cell is a processor and a kind of requests, by how often their drafts are accepted.
+Each cell is a processor and a kind of requests, by how often their drafts are accepted. Those held out come last, with
+a mean of their own: they show whether a value is good elsewhere, too, so choose no value by them.
 """
 
 import random
 import sys
+from math import sin
 from statistics import mean
 
 from forerun.speculate.length.adaptive import Adaptive
@@ -41,17 +43,58 @@ KINDS = {"poor": (0.0, 0.2), "middling": (0.5, 0.5), "good": (0.8, 0.8), "mixed"
 """Least and largest acceptance rate of a request."""
 
 
+HELD_OUT = {
+    "AMX, two threads, 8B and a head": {
+        **HEAD, "base": 95.0, "draft": 3.0, "per_level": 7.0, "host": 0.4, "prices": (1.0, 1.15, 1.45, 1.62, 1.84),
+    },
+    "AMX, one thread, look-up": {
+        **HEAD, "base": 6.2, "draft": 0.02, "per_level": 0.05, "looks_up": True, "prices": (1.0, 1.0, 1.06, 1.27, 1.22),
+    },
+    "GPU with dear launches": {
+        **HEAD, "base": 5.5, "draft": 1.3, "per_level": 1.1, "host": 0.25, "jitter": 0.02,
+        "prices": (1.0, 1.01, 1.01, 1.02, 1.02, 1.03, 1.03, 1.03, 1.15),
+    },
+    "cheaper half-way": {**HEAD, "base": 4.0, "prices": (1.0, 1.35, 1.7, 2.05), "later": (3.0, (1.0, 1.06, 1.12, 1.2))},
+    "dearer half-way": {**HEAD, "base": 2.2, "prices": (1.0, 1.03, 1.05, 1.2), "later": (1.6, (1.0, 1.5, 1.75, 1.9))},
+    "noise in minutes": {
+        **HEAD, "base": 3.7, "prices": (1.0, 1.1, 1.22, 1.31, 1.4), "spikes": 0.03,
+        "slow": lambda seconds: (1.0, 2.1, 1.35, 1.0, 1.6)[int(seconds / 1.9) % 5],
+    },
+    "a slow laptop": {
+        "base": 88.0, "per_sequence": 0.5, "per_row": 8.5, "draft": 4.0, "per_level": 26.0, "per_draft_token": 1.5,
+        "per_token_behind": 3.4, "cold_penalty": 0.06, "host": 0.6, "multiple": 1,
+        "slow": lambda seconds: 1.0 + 0.9 * sin(0.6 * seconds) ** 4,
+    },
+    "ARM, lanes of four": {
+        **HEAD, "base": 7.0, "draft": 0.5, "per_level": 0.8, "prices": (1.0, 1.02, 1.05, 1.08, 1.62, 1.64),
+    },
+    "four streams, Zen 4": {
+        **HEAD, "base": 3.4, "per_sequence": 0.15, "per_draft_token": 0.1, "streams": 4,
+        "prices": (1.0, 1.06, 1.11, 1.17, 1.26, 1.36, 1.46, 1.58, 1.7, 1.82, 1.94, 2.06),
+    },
+}  # fmt: skip
+HELD_OUT_KINDS = {
+    "falling": lambda request, position: 0.85 - 0.75 * min(1.0, position / LENGTH),
+    "bursts": lambda request, position: 0.95 if position % 64 < 24 else 0.15,
+    "few": lambda request, position: 0.88 if request % 4 == 1 else 0.05,
+    "topics": lambda request, position: 0.1 if request < 8 else 0.78,
+    "even": lambda request, position: 0.66,
+}
+"""Acceptance by request and position."""
+
+
 def busy(seconds):
     return 1.6 if int(seconds / 0.7) % 3 == 1 else 1.0
 
 
 def run(policy, processor, kind, seed, depth=DEPTH):
     draw = random.Random(seed)
-    rates = [draw.uniform(*KINDS[kind]) for _ in range(ANSWERS)]
-    machine = Machine(**PROCESSORS[processor], slow=busy)
-    return play(
-        machine, policy, 1, lambda request, _: rates[request], depth=depth, length=LENGTH, requests=ANSWERS, seed=seed
-    )
+    rates = [draw.uniform(*KINDS[kind]) for _ in range(ANSWERS)] if kind in KINDS else []
+    accepts = HELD_OUT_KINDS.get(kind, lambda request, _: rates[request])
+    costs = {"slow": busy, **(PROCESSORS | HELD_OUT)[processor]}
+    streams = costs.pop("streams", 1)
+    requests = ANSWERS * streams
+    return play(Machine(**costs), policy, streams, accepts, depth=depth, length=LENGTH, requests=requests, seed=seed)
 
 
 def speed(runs):
@@ -62,17 +105,22 @@ def main():
     for given in sys.argv[1:]:
         name, value = given.split("=")
         setattr(Adaptive, name, type(getattr(Adaptive, name))(float(value)))
+    measure("regret", PROCESSORS, KINDS)
+    measure("held out", HELD_OUT, HELD_OUT_KINDS)
+
+
+def measure(name, processors, kinds):
     regrets, slowest = [], []
-    for processor in PROCESSORS:
-        for kind in KINDS:
+    for processor in processors:
+        for kind in kinds:
             fixed = [speed([run("fixed", processor, kind, s, d) for s in range(SEEDS)]) for d in range(1, DEPTH + 1)]
             runs = [run("adaptive", processor, kind, s) for s in range(SEEDS)]
             best, own = max(1.0, *fixed), speed(runs)
             regrets.append(1.0 - own / best)
             slowest += [each.slowest() for each in runs]
-            print(f"{processor:30} {kind:9} best {best:5.2f}  adaptive {own:5.2f}  regret {regrets[-1]:6.1%}")
+            print(f"{processor:32} {kind:9} best {best:5.2f}  adaptive {own:5.2f}  regret {regrets[-1]:6.1%}")
     low = [min(each, 1.0) for each in slowest]
-    print(f"regret: mean {mean(regrets):.2%}, at most {max(regrets):.2%}; 200 rounds: {mean(low):.3f}, {min(low):.3f}")
+    print(f"{name}: mean {mean(regrets):.2%}, at most {max(regrets):.2%}; 200 rounds: {mean(low):.3f}, {min(low):.3f}")
 
 
 if __name__ == "__main__":
