@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import fingerprint
-from forerun.tune import progress
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
 from forerun_lab.train.corpus import Excerpt, TokenStream, encode_files, list_files, read_text, split_files
 from forerun_lab.train.distill import train_draft_model
 from forerun_lab.train.heads import train_head
 from forerun_lab.train.target import train_target
-from forerun_lab.tune import loop
+from forerun_lab.tune import loop, progress
 from forerun_lab.tune.config import LoopSettings, Stopped
 
 pytestmark = pytest.mark.slow
