@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.eagle import TrainedEagle
 from refusals import refused
 from unrolled import scramble, seen_by, sizes_of, unrolled
 
@@ -93,14 +93,14 @@ def test_a_draft_model_drafts_what_an_explicit_mask_says(tiny_target, reference,
 
 def test_a_head_drafts_what_an_explicit_mask_says(tiny_target, tmp_path, reference):
     options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
-    head = EagleHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
+    head = TrainedEagle(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
     scramble(head)
     head.save(tmp_path)
     config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": DEPTH, "draft_window": WINDOW}
     engine = LLM(tiny_target, speculative_config=config, page_size=4).engine
     drafts, answer = drafted(engine, TEXT)
     assert answer == drafted(LLM(tiny_target, page_size=4, speculative_config=None).engine, TEXT)[1]
-    saved = EagleHead.load(tmp_path)
+    saved = TrainedEagle.load(tmp_path)
     assert len(drafts) > 4
     for committed, draft in drafts.items():
         assert draft.tokens == by_unrolling(saved, reference, committed)[: len(draft)]

@@ -18,7 +18,7 @@ from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.parallel import ContextCache, ParallelHead
 from forerun_lab.heads.eagle import TrainedEagle
-from forerun_lab.heads.training import TrainingBatch
+from forerun_lab.heads.training import TrainingBatch, feed_forward
 from refusals import refused
 from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
@@ -94,7 +94,7 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
         scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / 8**0.5
         mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
         x = x + block.o_proj(mixed)
-        x = x + block.mlp(block.norm_mlp(x))
+        x = x + feed_forward(block.mlp, block.norm_mlp(x))
     best = (saved.norm(x) @ rows.T).argmax(-1)[:drafted_tokens]
     assert drafted == (best if ids is None else ids[best]).tolist()
 

@@ -6,7 +6,6 @@ It drafts text in the draft's own tokens and encodes it with the target's tokeni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 
@@ -62,11 +61,6 @@ class StringDraftModel(CrossVocabularyDraftModel):
     def _new_reading(self) -> StringReading:
         return StringReading(self.vocab_map)
 
-    @cached_property
-    def to_target(self) -> dict[int, int]:
-        """The target's token of each of the draft's that it shares."""
-        return {draft: target for target, draft in self.vocab_map.to_draft.items()}
-
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
@@ -114,7 +108,9 @@ class StringDraftModel(CrossVocabularyDraftModel):
         """The target's tokens of the drafted text, without an incomplete character at its end."""
         target = self.vocab_map.target
         text = self.vocab_map.draft.spell(written).decode("utf-8", "ignore")
-        after = [self.to_target[t] for t in written[-1:] if self._ended(t) and t in self.to_target]
+        after: list[int] = []
+        if written and self._ended(written[-1]):
+            after = [own for own, token in self.vocab_map.to_draft.items() if token == written[-1]][-1:]
         if not text:
             return after
         tail = sequence.tokens[-TAIL:]
