@@ -1,6 +1,7 @@
 """The playground of a server with several models."""
 
 import json
+import re
 
 import pytest
 from huggingface_hub import constants
@@ -102,3 +103,20 @@ def test_a_model_that_cannot_be_loaded_is_said(browser, several):
         use(page, NAMES[0])
         expect(page.locator(".wrong")).to_have_count(0)
         assert json.loads(page.evaluate("JSON.stringify(localStorage['forerun.model'])")) == NAMES[0]
+
+
+def test_a_choice_while_another_model_loads_comes_after_it(browser, several):
+    url, _ = several
+    with visit(browser, url, DESKTOP) as page:
+        expect(page.locator("#models option")).to_have_count(4, timeout=READY)
+        use(page, NAMES[0])
+        held = []
+        page.route(re.compile(r"/props\?"), lambda route: route.continue_() if held else held.append(route))
+        page.reload()
+        expect(page.locator("#status")).to_contain_text(f"Loading {NAMES[0]}", timeout=READY)
+        page.evaluate("document.getElementById('models').append(new Option('gone', 'gone'))")
+        page.select_option("#models", "gone")
+        page.wait_for_timeout(300)  # an answer about the second would come before that about the first
+        held[0].continue_()
+        expect(page.locator("#models ~ .wrong")).to_contain_text("no model 'gone'", timeout=READY)
+        expect(page.locator("#models")).to_have_value(NAMES[0])

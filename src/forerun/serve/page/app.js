@@ -366,17 +366,19 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !$("kept").open) busy?.controller.abort();
 });
 
+// One at a time: a model that is chosen while another loads comes after it.
+let connected = Promise.resolve();
 function connect(work = load) {
-  clearErrors();
-  return work().then(() => say(model ? "Ready." : "Choose a model."), (error) => {
+  return (connected = connected.then(clearErrors).then(work).then(() => say(model ? "Ready." : "Choose a model."), (error) => {
     if (!model) choose("chat");
     say("The model could not be asked for.");
     showError(error, $("message"));
-  });
+  }));
 }
 $("key").addEventListener("change", () => connect());
 $("models").addEventListener("change", () => {
-  connect(() => take($("models").value)).then(() => ($("models").value = model?.id ?? ""));
+  const name = $("models").value;
+  connect(() => take(name)).then(() => ($("models").value = model?.id ?? ""));
 });
 colour();
 show(opened() ?? conversation).then(() => connect());
