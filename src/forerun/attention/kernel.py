@@ -135,16 +135,9 @@ class KernelAttention(Backend[AttentionPlan]):
         only the last so many entries are seen (0: all)."""
         q = _by_row(q)
         sizes = structs.Heads(
-            heads=q.shape[1],
-            window=window,
-            sink_tokens=0,
-            q_stride=q.stride(0),
-            k_stride=0,
-            v_stride=0,
-            bias=0,
-            reach=0,
-            sinks=0,
-        )
+            heads=q.shape[1], window=window, sink_tokens=0, q_stride=q.stride(0), k_stride=0, v_stride=0, bias=0,
+            reach=0, sinks=0,
+        )  # fmt: skip
         return self._attend(pool, layer, (q,), sizes, scale, 0.0, plan)
 
 

@@ -22,10 +22,6 @@ class AnswerLengths:
     def __init__(self) -> None:
         self.seen: deque[int] = deque(maxlen=24)
 
-    def expected_remaining(self, sequence: RequestState) -> float:
-        """Expected number of tokens that this answer still gets."""
-        return self.beyond(sequence, 0)[1]
-
     def beyond(self, sequence: RequestState, wait: int) -> tuple[float, float]:
         """The chance that this answer gets more than ``wait`` further tokens, and the expected number of those."""
         so_far, most = sequence.num_output, sequence.remaining
