@@ -201,6 +201,19 @@ def test_figures_by_category_by_hand():
     assert first["repetition_rate"] == pytest.approx((4 + 4 + 4) / (6 + 7 + 6))
 
 
+def test_a_peer_is_compared_with_its_own_plain_answers():
+    texts = Texts([[1]], [0], [RecordedConversation("a", ["t"])])
+    names = ("none", "openvino", "openvino prompt_lookup", "server -md d")
+    answers = ([1, 2], [1, 3], [1, 3], [1, 4])
+    runs = [[Measured(answers=[answer], tokens=1, seconds=1.0)] for answer in answers]
+    rows = by_category([Fake(name, promised=False) for name in names], runs, texts, 0.0, 1, None)
+    assert [row["same_answers"] for row in rows] == [1, 0, 0, 0]
+    assert [row["same_as_own_plain"] for row in rows] == [1, 1, 1, 1]
+    runs[2] = [Measured(answers=[[1, 2]], tokens=1, seconds=1.0)]
+    rows = by_category([Fake(name, promised=False) for name in names], runs, texts, 0.0, 1, None)
+    assert (rows[2]["same_answers"], rows[2]["same_as_own_plain"]) == (1, 0)
+
+
 def test_prompts_that_were_answered_together_have_no_speed_of_their_own():
     texts = Texts([[1]], [0], [RecordedConversation("a", ["t"])])
     together = Measured(answers=[[7]], metrics=[RequestMetrics(rounds=1, decode_tokens=1)], tokens=1, seconds=1.0)

@@ -29,7 +29,7 @@ from forerun.engine.metrics import RequestMetrics
 from forerun.measure.bench import acceptance_by_position
 from forerun.measure.config import CATEGORIES_SMALL, HUMANEVAL, SMALL, BenchConfig
 from forerun.measure.prompts import repetition_rate
-from forerun.measure.rounds import FASTEST, Contender, Measured
+from forerun.measure.rounds import FASTEST, Contender, EngineContender, Measured
 from forerun.models.text.chat import Message, render_chat
 from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
@@ -234,12 +234,14 @@ def by_category(
     groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     if len(groups) > 1:
         groups[EVERYTHING] = list(range(len(kinds)))
-    plain = runs[[contender.name for contender in contenders].index(NONE)]
+    names = [contender.name for contender in contenders]
+    plain = runs[names.index(NONE)]
     rows = []
     for contender, result in zip(contenders, runs):
         about: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
         about |= {"tree": None} | contender.facts()
         promised = contender.promises_identity(temperature)
+        own = runs[names.index(plain_name(contender, names))]
         passed = _passed(result[0], texts, tokenizer, judge) if judge is not None else None
         for kind, members in groups.items():
             row: dict[str, Any] = (
@@ -247,12 +249,20 @@ def by_category(
             )
             same = sum(all(m.answers[i] == plain[0].answers[i] for m in result) for i in members)
             row |= {"same_answers": same, "identical": same == len(members) if promised else None}
+            row["same_as_own_plain"] = sum(all(m.answers[i] == own[0].answers[i] for m in result) for i in members)
             answers = [[*texts.prompts[i], *result[0].answers[i]] for i in members]
             row["repetition_rate"] = repetition_rate(answers, [len(texts.prompts[i]) for i in members])
             row["passed"] = sum(passed[i] for i in members) if passed is not None else None
             row["pass_at_1"] = row["passed"] / len(members) if passed is not None else None
             rows.append(row)
     return rows
+
+
+def plain_name(contender: Contender, names: Sequence[str]) -> str:
+    """The row of the same program without drafts: ``openvino`` for ``openvino prompt_lookup``, ``none`` for ours."""
+    if isinstance(contender, EngineContender):
+        return NONE
+    return min((name for name in names if f"{contender.name} ".startswith(f"{name} ")), key=len)
 
 
 def _passed(result: Measured, texts: Texts, tokenizer: Any, judge: Judge) -> list[bool]:
@@ -329,6 +339,7 @@ BY_CATEGORY = {
     "speedup_interval": "95 %",
     "repetition_rate": "repeats",
     "same_answers": "same",
+    "same_as_own_plain": "as own plain",
     "pass_at_1": "pass@1",
 }
 
@@ -346,7 +357,7 @@ def show(rows: Sequence[Mapping[str, Any]], write: Callable[[Sequence[str], Sequ
     print()
     lines = []
     for row in rows:
-        row = {**row, "same_answers": f"{row['same_answers']} of {row['prompts']}"}
+        row = {**row, **{key: f"{row[key]} of {row['prompts']}" for key in ("same_answers", "same_as_own_plain")}}
         if row["speedup_interval"] is not None:
             row["speedup_interval"] = " to ".join(f"{bound:.2f}" for bound in row["speedup_interval"])
         mark = " (synthetic)" if row["synthetic"] else ""

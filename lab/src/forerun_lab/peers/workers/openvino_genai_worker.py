@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: plain decoding of a GGUF file, which it reads itself."""
+"""OpenVINO GenAI: a GGUF file, which it reads itself, plain and with its prompt lookup."""
 
 import json
 import os
@@ -7,7 +7,11 @@ from time import perf_counter
 from typing import Any
 
 
-def answer(genai: Any, model: Any, request: dict[str, Any]) -> dict[str, Any]:
+PLAIN = "openvino"
+LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
+
+
+def answer(genai: Any, models: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     import numpy
     import openvino
 
@@ -19,6 +23,9 @@ def answer(genai: Any, model: Any, request: dict[str, Any]) -> dict[str, Any]:
     config.do_sample = request["temperature"] > 0
     if config.do_sample:
         config.temperature, config.rng_seed, config.top_p = request["temperature"], request["seeds"][0], 1.0
+    if request["row"] != PLAIN:
+        for name, value in LOOKUP.items():
+            setattr(config, name, value)
     times: list[float] = []
 
     class Clock(genai.StreamerBase):
@@ -30,7 +37,7 @@ def answer(genai: Any, model: Any, request: dict[str, Any]) -> dict[str, Any]:
             pass
 
     (prompt,) = request["prompts"]
-    result = model.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
+    result = models[request["row"]].generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
     tokens = list(result.tokens[0])
     return {"answers": [tokens], "tokens": len(tokens) - 1, "seconds": perf_counter() - times[0]}
 
@@ -41,11 +48,15 @@ def main() -> None:
     import openvino_genai as genai
 
     about = json.loads(sys.stdin.readline())
-    model = genai.LLMPipeline(about["model"], "CPU", INFERENCE_NUM_THREADS=about["threads"])
-    reported = {"version": genai.__version__, "rows": ["openvino"], "about": "OpenVINO GenAI"}
+    options = {"INFERENCE_NUM_THREADS": about["threads"]}
+    models = {
+        PLAIN: genai.LLMPipeline(about["model"], "CPU", **options),
+        f"{PLAIN} prompt_lookup": genai.LLMPipeline(about["model"], "CPU", prompt_lookup=True, **options),
+    }
+    reported = {"version": genai.__version__, "rows": list(models), "about": "OpenVINO GenAI"}
     print(json.dumps(reported), file=replies, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(genai, model, json.loads(line))), file=replies, flush=True)
+        print(json.dumps(answer(genai, models, json.loads(line))), file=replies, flush=True)
 
 
 main()
