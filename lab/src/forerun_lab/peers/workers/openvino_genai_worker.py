@@ -6,7 +6,6 @@ import sys
 from time import perf_counter
 from typing import Any
 
-
 PLAIN = "openvino"
 LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 
