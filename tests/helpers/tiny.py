@@ -3,8 +3,8 @@
 import string
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE, WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -24,6 +24,20 @@ def save_tokenizer(folder, alphabet=ALPHABET, unknown=UNKNOWN):
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=unknown)
     fast.save_pretrained(folder)
+
+
+def byte_tokenizer(texts, size, special, **options):
+    """As GPT-2, Llama 3 and Qwen: tokens are pieces of UTF-8, learnt from ``texts``, behind the ``special`` ones, of
+    which the first ends a text."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], **options)
 
 
 def save_checkpoint(module, folder, alphabet=ALPHABET, **options):

@@ -5,13 +5,9 @@ import json
 import openai
 import pytest
 from running import client_of, run_server
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
-from tiny import tiny_llama
+from tiny import byte_tokenizer, tiny_llama
 
 BEFORE, AFTER = "def area(width):\n    return ", " * width\n\n\nprint(area(3))\n"
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
@@ -25,14 +21,7 @@ ASKED = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 def coder_folder(tmp_path_factory):
     """A random model with Qwen's tokens, in a byte-level vocabulary."""
     folder = tmp_path_factory.mktemp("coder")
-    made = Tokenizer(BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>", *QWEN], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([(BEFORE + AFTER) * 4], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
+    fast = byte_tokenizer([(BEFORE + AFTER) * 4], 300, ["<|endoftext|>", *QWEN])
     tiny_llama(vocab_size=len(fast), eos_token_id=0).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

@@ -4,10 +4,8 @@ import copy
 from itertools import chain
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import CodeLlamaTokenizer
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import ModelError, RequestError
@@ -15,7 +13,7 @@ from forerun.models.text.gguf_tokenizer import make_tokenizer
 from forerun.models.text.infill import FAMILIES, Hole, Infill, ending
 from gguf_files import TOKENS, VOCABULARY
 from refusals import refused
-from tiny import save_checkpoint, tiny_llama
+from tiny import byte_tokenizer, save_checkpoint, tiny_llama
 
 BEFORE, AFTER = "def area(width):\n    return ", " * width\n\n\nprint(area(3))\n"
 CODE = (BEFORE + "width" + AFTER) * 8
@@ -30,16 +28,11 @@ GRANITE = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<repona
 
 def tokenizer(special, *, bos=False):
     """Byte-level BPE that learnt a little code, with special tokens."""
-    made = Tokenizer(BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    names = ["<|endoftext|>", "<s>", *special]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=330, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([CODE], trainer)
+    made = byte_tokenizer([CODE], 330, ["<|endoftext|>", "<s>", *special], bos_token="<s>")
     if bos:
-        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="<|endoftext|>")
+        start = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        made.backend_tokenizer.post_processor = start
+    return made
 
 
 @pytest.mark.parametrize(("special", "bos", "documented"), [

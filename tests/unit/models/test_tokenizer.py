@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
@@ -20,21 +19,10 @@ from forerun.models.text.gguf_tokenizer import make_tokenizer
 from forerun.models.text.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService
 from refusals import refused
-from tiny import ALPHABET, save_checkpoint, save_tokenizer, tiny_llama
+from tiny import ALPHABET, byte_tokenizer, save_checkpoint, save_tokenizer, tiny_llama
 
 TEXT = "def naïve(x): return 'žluťoučký kůň' # 中文字符 и кириллица 👩‍👩‍👧‍👦 🎉🎉 ٣٤٥\n" * 3
 VALID = st.text(alphabet=st.sampled_from([*TEXT, "\t", "a", "€", "𝄞", "한", "\U0001f600"]), max_size=60)
-
-
-def byte_level():
-    """As GPT-2, Llama 3 and Qwen: tokens are pieces of UTF-8, 40 of them learnt."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=297, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def byte_fallback():
@@ -51,7 +39,7 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+BYTE_LEVEL, BYTE_FALLBACK = byte_tokenizer([TEXT], 297, ["<eos>"]), byte_fallback()
 
 
 def whole(tokenizer, tokens):

@@ -1,13 +1,12 @@
 """Drafters made of drafters, synthetic acceptance and vocabularies, on their own."""
 
-import itertools
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE, Unigram
+from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, ConfigError, Draft, Drafter, DrafterConfig, SamplingParams, SpeculativeConfig
@@ -20,9 +19,8 @@ from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.heterogeneous import Vocabulary, VocabularyMap, VocabularyReading
 from forerun.speculate.draft.nested import merge
-from forerun_lab.drafters.slem import StringReading
-from forerun_lab.drafters.staged import Ahead
 from refusals import refused
+from tiny import byte_tokenizer
 
 VOCAB = 20
 
@@ -160,20 +158,6 @@ def test_a_cascades_own_threshold_goes_before_prices(options, tokens):
     assert [draft.tokens for draft in cascade.propose([one], [3])] == [tokens]
 
 
-def test_drafters_inside_drafters_draw_independently():
-    """Uniform draws of two parts agree once in VOCAB rounds, wherever the parts are."""
-    one = {"method": "random", "num_speculative_tokens": 1}
-    parts = [{"method": "merged", "drafters": [one, one]}, one, one]
-    context = DraftContext(SimpleNamespace(), Sampler(VOCAB), rules["recursive"](), None, 8, 256)
-    cls = drafters["merged"]
-    merged = cls.build(cls.config_class.from_dict("merged", {"drafters": parts, "num_speculative_tokens": 1}), context)
-    requests = [RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=1.0), key) for key in range(400)]
-    trees = merged.propose(requests, [1] * len(requests))
-    draws = [[tree.tokens[trial.node] for trial in tree.trials[0]] for tree in trees]
-    for one, other in itertools.combinations(zip(*draws, strict=True), 2):
-        assert sum(a == b for a, b in zip(one, other)) / len(requests) < 0.12  # 0.05, six standard errors more
-
-
 def test_options_of_drafters_inside_drafters():
     parse = SpeculativeConfig.parse
     config = parse({"method": "merged", "num_speculative_tokens": 2,
@@ -211,16 +195,6 @@ def test_options_of_drafters_inside_drafters():
 ])  # fmt: skip
 def test_options_of_another_kind_are_reported(options, said):
     refused(ConfigError, said, SpeculativeConfig.parse, options)
-
-
-def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens():
-    """The inner copy is some drafted tokens ahead; the grammar knows the committed ones only."""
-    outer, inner = sequence(1), sequence(1)
-    inner.tokens += [7, 8]
-    asked = []
-    grammar = SimpleNamespace(allowed=lambda *where: asked.append(where))
-    Ahead(outer, grammar).allowed(inner, [9])
-    assert asked == [(outer, [7, 8, 9])]
 
 
 # synthetic acceptance
@@ -301,15 +275,7 @@ CORPUS = [TEXT, "import os\nfor path in os.listdir('.'):\n    print(path, größ
 
 
 def byte_bpe(size, special):
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[special], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special)
+    return byte_tokenizer(CORPUS, size, [special])
 
 
 def word_pieces():
@@ -366,32 +332,3 @@ def test_an_end_that_both_have_is_the_same_end():
     bridge = VocabularyMap(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
     assert bridge.to_draft[end] == 0
     assert 0 not in bridge.to_draft
-
-
-def test_special_tokens_that_both_have_are_read_where_they_stand(bridge):
-    reading = StringReading(bridge)
-    reading.follow(bridge.target.encode("def "))
-    expected = list(reading.tokens)
-    foreseen = [*bridge.draft.encode("path"), 0]
-    assert reading.adopt(foreseen, [*bridge.target.encode("path"), 0, 0]) == len(foreseen)
-    expected += [*foreseen, 0]
-    assert reading.tokens == expected
-    unforeseen = bridge.draft.encode("path")
-    assert reading.adopt(unforeseen, [0, *bridge.target.encode("path")]) == 0
-    expected += [0, *unforeseen]
-    assert reading.tokens == expected
-    assert reading.adopt([0], bridge.target.encode("path")) == 0
-    assert reading.tokens == expected + unforeseen
-
-
-def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed(bridge):
-    reading = StringReading(bridge)
-    reading.follow(bridge.target.encode("def "))
-    start = len(reading.tokens)
-    written = bridge.draft.encode("path in os")
-    committed = bridge.target.encode("path or")
-    kept = reading.adopt(written, committed)
-    assert bridge.draft.spell(written[:kept]).decode() in ("path ", "path", "pat", "pa", "p")
-    assert reading.tokens[start : start + kept] == written[:kept]
-    assert bridge.draft.spell(reading.tokens).decode() == "def path or"
-    assert kept > 0

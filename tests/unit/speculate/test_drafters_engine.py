@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from drafting import CONFIGS, DRAFT, STAGED, STRANGER, TREE_NODES, fill
+from drafting import CONFIGS, DRAFT, STRANGER, TREE_NODES, fill
 from forerun import LLM, SamplingParams
 from forerun.speculate.names import policies
 from tiny import ALPHABET, UNKNOWN, save_checkpoint, tiny_llama
@@ -60,74 +60,6 @@ def test_a_round_tells_the_models_own_logits_and_the_features_of_what_stays(llm,
     assert torch.allclose(kept, out.hidden_states[1][0, : len(kept)], atol=1e-4)
     for position, logits in roots.items():
         assert torch.allclose(logits, out.logits[0, position], atol=1e-3)
-
-
-def test_staged_drafts_what_its_draft_model_alone_would(llm, places):
-    alone = fill({**DRAFT, "num_speculative_tokens": 5}, places)
-    for temperature in (0.0, 0.8):
-        rounds = []
-        for config in (alone, fill(STAGED, places), fill(CONFIGS["staged-twice"], places)):
-            answers = llm(config).generate(PROMPTS, params(temperature))
-            rounds.append([answer.metrics.acceptance_histogram for answer in answers])
-        assert rounds[0] == rounds[1] == rounds[2]
-
-
-def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target, tiny_draft):
-    config = {"method": "staged", "model": tiny_draft, "num_speculative_tokens": 5,
-              "drafter": {"method": "draft_model", "model": tiny_draft}}  # fmt: skip
-    speculative = LLM(tiny_target, speculative_config=config)
-    staged, rounds = next(iter(speculative.engine.router.drafters.values())), []
-    run = staged._round
-    staged._round = lambda *arguments: rounds.append(run(*arguments)) or rounds[-1]
-    speculative.generate(PROMPTS, params(0.0))
-    verdicts = [verdict for one in rounds for verdict in one.verdicts]
-    assert sum(len(verdict.tokens) for verdict in verdicts) > 2.5 * len(rounds)
-    assert sum(verdict.accepted for verdict in verdicts) > 0.9 * sum(
-        len(draft) for one in rounds for draft in one.drafts
-    )
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_draft, places, monkeypatch):
-    """q of every drafted token, against the draft checkpoint run by transformers."""
-    speculative = llm(fill({**STAGED, "accept": rule}, places))
-    model = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
-    drafter = next(iter(speculative.engine.router.drafters.values()))
-    job = speculative.engine.add(speculative.encode(PROMPTS[1])[1], params(0.8)[1])[0]
-    seen = 0
-    propose = drafter.propose
-
-    def checked(sequences, budgets):
-        nonlocal seen
-        drafts = propose(sequences, budgets)
-        for sequence, draft in zip(sequences, drafts):
-            with torch.inference_mode():
-                text = torch.tensor([sequence.tokens + draft.tokens])
-                logits = model(text).logits[0, len(sequence.tokens) - 1 :]
-            for depth in range(len(draft)):
-                (trial,) = draft.trials[depth]
-                expected = torch.softmax(logits[depth] / 0.8, dim=0)
-                torch.testing.assert_close(draft.q[trial.q_row], expected, atol=1e-5, rtol=1e-3)
-                seen += 1
-        return drafts
-
-    monkeypatch.setattr(drafter, "propose", checked)
-    while speculative.engine.busy:
-        speculative.engine.step()
-    assert job.metrics.draft_error is None
-    assert seen > 20
-
-
-def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target):
-    speculative = LLM(tiny_target, speculative_config={"method": "token_recycling", "recycled_candidates": 4})
-    answer = speculative.generate(["ab"], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0]
-    drafter = next(iter(speculative.engine.router.drafters.values()))
-    prompt = answer.prompt_token_ids
-    model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
-    with torch.inference_mode():
-        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], dim=0).topk(4)
-    assert drafter.ids[prompt[-1]].tolist() == expected.indices.tolist()
-    assert drafter.logs[prompt[-1]].tolist() == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
 def test_tree_nodes_bound_the_drafts(llm, monkeypatch):

@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from itertools import combinations, pairwise
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +11,13 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from drafting import VOCAB, build, noisy_text, occurrences, sequence
+from drafting import build, noisy_text, occurrences, sequence
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Verdict
 from forerun.speculate.draft.best_first import GrowingTree, best_first, depth_first, shaped
 from forerun.speculate.draft.ngram import NgramIndex
 from forerun.speculate.draft.suffix import ROOT, TextBlock
-from forerun_lab.drafters.random import _distinct
 from refusals import refused
 
 # prompt_lookup
@@ -108,54 +107,6 @@ def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass():
 
 
 # random and table
-
-
-@pytest.mark.slow
-def test_random_tokens_are_uniform_and_say_so():
-    for rule in ("token", "coupled"):
-        drafter = build("random", rule, num_speculative_tokens=2)
-        seen = Counter()
-        for seed in range(2500):
-            draft = drafter.propose([sequence([5, 6], temperature=1.0, seed=seed)], [2])[0]
-            seen.update(draft.tokens)
-            assert draft.q.shape == (1, VOCAB)
-            torch.testing.assert_close(draft.q[0], torch.full((VOCAB,), 1 / VOCAB))
-        assert chisquare([seen[token] for token in range(VOCAB)]).pvalue > 1e-4
-
-
-def test_draws_without_replacement_cover_every_order_alike():
-    rng = random.Random(0)
-    seen = Counter(tuple(_distinct([rng.random() for _ in range(3)], 4)) for _ in range(12_000))
-    assert len(seen) == 24
-    assert all(len(set(draw)) == 3 for draw in seen)
-    assert chisquare(list(seen.values())).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_table_draws_from_the_counts_of_its_file(tmp_path, order):
-    text = "abacabadabacabb"
-    (tmp_path / "text.txt").write_text(text)
-    drafter = build("table", "token", table_file=str(tmp_path / "text.txt"), table_order=order)
-    if order == 2:
-        counts = Counter(after for before, after in pairwise(text) if before == "a")
-    else:
-        counts = Counter(text)
-    total = sum(counts.values())
-    draft = drafter.propose([sequence([7, 0], temperature=2.0)], [1])[0]
-    weights = {letter: math.sqrt(count / total) for letter, count in counts.items()}
-    expected = torch.zeros(VOCAB)
-    for letter, weight in weights.items():
-        expected[ord(letter) - ord("a")] = weight / sum(weights.values())
-    torch.testing.assert_close(draft.q[draft.trials[0][0].q_row], expected)
-    greedy = drafter.propose([sequence([7, 0])], [3])[0]
-    assert greedy.tokens[0] == ord(counts.most_common(1)[0][0]) - ord("a")
-
-
-def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path):
-    (tmp_path / "text.txt").write_text("aab")
-    drafter = build("table", table_file=str(tmp_path / "text.txt"))
-    assert drafter.propose([sequence([25])], [1])[0].tokens == [0]
-    refused(ConfigError, r"missing\.txt cannot be read", build, "table", table_file=str(tmp_path / "missing.txt"))
 
 
 # suffix automaton
