@@ -53,6 +53,8 @@ class Machine:
     """In how many rounds that falls to a third."""
     host: float = 0.0
     """What the policy takes to make a plan."""
+    room: int = sys.maxsize
+    """Requests for which there is room while prices are measured."""
     mixture: MixtureInfo | None = None
     again: float = 0.0
     """The share of experts that two rows have in common, of one text or of two."""
@@ -225,7 +227,7 @@ def _policy(machine, policy, depth, lag, draw, ticks):
             verify = machine.verify(sequences, total)
             return Timed(total, deep, max(1e-9, slow * drafting), slow * verify, round(machine.experts(total)))
 
-        yield time_round, {"m": 1e-3 * machine.per_token_behind}
+        yield (time_round, {"m": 1e-3 * machine.per_token_behind}) if sequences <= machine.room else None
 
     nodes, parts = {"m": list(range(depth + 1))}, {"m": Parts(("m",), None)} if machine.looks_up else {}
     setting = Setting(nodes, machine.multiple, lag, models, models, machine.mixture, parts, trials)

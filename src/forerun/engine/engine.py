@@ -135,6 +135,8 @@ class Engine:
         self.on_round: Callable[[Round], None] | None = None
         """Called with every round at its end, for measurements."""
         self._ids = itertools.count()
+        self._largest = 0
+        """The most sequences of a batch that the length policy was told of."""
 
     def _setting(self) -> Setting:
         """What the length policy knows of the target and the drafters."""
@@ -356,6 +358,7 @@ class Engine:
     @inference
     def step(self) -> list[Update]:
         """Runs one round and returns what it did for each of its sequences; nothing if none is scheduled."""
+        self._expect()
         start = self.clock()
         sequences = self.scheduler.schedule()
         if not sequences:
@@ -380,6 +383,14 @@ class Engine:
         if self.on_round is not None:
             self.on_round(result)
         return updates
+
+    def _expect(self) -> None:
+        """Tells the length policy of a larger batch than any before."""
+        count = min(self.config.max_num_seqs, len(self.scheduler.running) + len(self.scheduler.waiting))
+        if count > self._largest:
+            self._largest = count
+            with kernels.on_threads(_threads(self), alone=self._compiled):
+                self.policy.expect(count)
 
     def _clip(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         if sequence.group is not None:  # the beam search ends its beams itself

@@ -281,6 +281,24 @@ def test_a_curve_never_falls_and_goes_on_beyond_its_ends():
     assert curve(6) == pytest.approx(1.6)
     assert curve(10) == pytest.approx(2.4)
     assert curve(0.5) == 1.0
+    disturbed = Curve({1: 1.0, 8: 3.0, 14: 5.9, 16: 5.0})
+    assert disturbed(14) == disturbed(16) == 5.0
+    assert disturbed(24) == pytest.approx(7.0)
+
+
+SMOLLM2 = (1.0, 1.02, 1.2, 1.37, 1.8, 2.1, 2.5, 2.85, 3.05, 3.6, 3.95, 4.3, 4.65, 5.0, 5.35, 5.7)
+"""Rows of SmolLM2 on two threads of a Zen 3, over one row: eight are computed as fast as their weights are read."""
+
+
+@pytest.mark.parametrize("count", [8, 16])
+@pytest.mark.parametrize(("room", "least"), [(99, 0.98), (1, 0.97), (0, 0.85)])
+def test_look_ups_of_a_full_batch_cost_little_where_each_row_is_dear(count, room, least):
+    """With ``room`` for so many requests while prices are measured. Half of the tokens would be accepted."""
+    costs = {"base": 5.0, "per_sequence": 0.0, "multiple": 1, "jitter": 0.1, "prices": SMOLLM2, "room": room}
+    for seed in range(3):
+        machine = Machine(**LOOKUP | costs)
+        run = play(machine, "adaptive", count, lambda *_: 0.5, depth=15, length=120, requests=3 * count, seed=seed)
+        assert run.slowest() > least
 
 
 def looked_up(policy, tokens, kinds):

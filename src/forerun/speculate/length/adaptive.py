@@ -70,8 +70,9 @@ class Adaptive(LengthPolicy):
     START, EXPLORES, EARNS, SAVES = 1.4, 0.005, 0.05, 6.0
     """What trials may cost, in plain rounds: at first; for each plain round, less after trials in vain; of each plain
     round that drafts gained; and saved at most."""
-    CHECK, CHECK_EVERY = 7, 300
-    """Plain rounds that measure the machine's speed: once in so many rounds with drafts."""
+    CHECK, CHECK_EVERY, CHECK_SOON = 7, 300, 12
+    """Plain rounds that measure the machine's speed: once in so many rounds with drafts, and sooner where prices of such
+    batches were not measured."""
     WARM, COLD = 5, 0.5
     """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
     TRIAL_WEIGHT = 6.0
@@ -136,6 +137,10 @@ class Adaptive(LengthPolicy):
         super().move(setting)
         self.prices.trials, self.prices.threads = setting.trials, setting.threads
         self.prices.busy = setting.busy
+
+    def expect(self, count: int) -> None:
+        if count >= self.prices.BATCH:
+            self.prices.at(count)
 
     def parts(self, sequence: RequestState) -> Parts:
         return self.setting.parts.get(sequence.drafter or "", Parts((), sequence.drafter))
@@ -336,7 +341,8 @@ class Adaptive(LengthPolicy):
         self._known_rates.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
         reading = any(sequence.scheduled > 1 for sequence in sequences)
-        if self._since_plain >= self.CHECK_EVERY and not reading and self._checking < 0:
+        every = self.CHECK_SOON if table.unchecked else self.CHECK_EVERY
+        if self._since_plain >= every and not reading and self._checking < 0:
             self._checking = self.CHECK
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)

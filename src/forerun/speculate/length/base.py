@@ -78,6 +78,9 @@ class LengthPolicy(ABC):
         """Goes on in another engine, which has this setting."""
         self.setting = setting
 
+    def expect(self, count: int) -> None:
+        """Before the first batch of so many sequences is admitted, while there is room for others: measures prices."""
+
     def longest(self, sequence: RequestState) -> int:
         """The greatest depth that this sequence may draft in this round; 0 in prefill or without a drafter.
 

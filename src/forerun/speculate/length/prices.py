@@ -7,7 +7,7 @@ serve people, and corrected where these disagree for long.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,8 +40,8 @@ method the seconds in which its drafter read a prompt token; None if there is no
 
 
 class Curve:
-    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them. It
-    never falls with a larger count: a higher point was disturbed. Counts are padded to a ``multiple``."""
+    """A cost by a count: linear interpolation between measured ``points``, beyond them as from half of the last count to
+    the last. It never falls with a larger count: a higher point was disturbed. Counts are padded to a ``multiple``."""
 
     def __init__(self, points: Mapping[int, float], multiple: int = 1) -> None:
         least, kept = inf, {}
@@ -59,6 +59,8 @@ class Curve:
             return points[counts[0]]
         right = min(bisect_left(counts, count), len(counts) - 1)
         low, high = counts[right - 1], counts[right]
+        if count > high:  # the last two alone are close together, and may be equal where one was disturbed
+            low = counts[max(0, bisect_right(counts, high / 2) - 1)]
         slope = (points[high] - points[low]) / (high - low)
         return max(points[low] + slope * (count - low), points[counts[0]])
 
@@ -74,7 +76,10 @@ class PriceTable:
     read: dict[str, float] = field(default_factory=dict)
     """Of a token that a drafter has to read first."""
     disturbed: bool = False
-    """Whether other programs used the processor while it was measured: the next engine measures anew."""
+    """Whether other programs used the processor while it was measured, or it was guessed: the next engine measures
+    anew."""
+    unchecked: int = 0
+    """How many of its first comparisons with plain rounds are to come, if it was guessed."""
     level: float | None = None
     """Present seconds of a round over those of the table; None: none was seen yet."""
     bias: dict[int, float] = field(default_factory=dict)
@@ -127,6 +132,8 @@ class Prices:
     """From so many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
     GUESS = 0.08
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
+    UNCHECKED = 4
+    """Comparisons with plain rounds that follow each other soon, where prices are guessed."""
     NEAR = 24
     """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
     APART = 0.02
@@ -172,8 +179,11 @@ class Prices:
         table = self.tables.get(key)
         if table is None:
             others = [known for known in self.tables if known[1] == size]
-            # A batch of ``size`` may be more than the engine has room for.
-            measured = None if others else self._measure(size) or self._measure(sequences)
+            # There may be no room for ``size`` requests beside those that are there.
+            counts = dict.fromkeys((size, sequences, max(1, sequences // 2)))
+            measured = None if others else next(filter(None, map(self._measure, counts)), None)
+            if measured is None and size > 1:
+                self.at(1)
             table = self.tables[key] = measured or self._guess(*key)
         return table
 
@@ -182,10 +192,12 @@ class Prices:
         known = sorted((abs(key[1] - size), abs(key[0] - threads), key) for key in self.tables)
         if known:
             near = self.tables[known[0][-1]]
-            return PriceTable(near.verify, dict(near.draft), dict(near.read), near.disturbed)
+            other = known[0][-1][1] != size
+            unchecked = self.UNCHECKED if other else 0
+            return PriceTable(near.verify, dict(near.draft), dict(near.read), near.disturbed or other, unchecked)
         draft = {name: Curve({0: 0.01, 1: self.GUESS, 9: 9 * self.GUESS}) for name in self.nodes}
         verify = Curve({self.units(n, 1): 1.0 + self.GUESS * (n - 1) for n in (1, 17)})
-        return PriceTable(verify, draft, dict.fromkeys(self.nodes, 0.5 * self.GUESS))
+        return PriceTable(verify, draft, dict.fromkeys(self.nodes, 0.5 * self.GUESS), True, self.UNCHECKED)
 
     def _measure(self, sequences: int) -> PriceTable | None:
         if self.trials is None:
@@ -286,7 +298,9 @@ class Prices:
         for units, residuals in by_rows.items():
             apart = max(-0.7, min(median(residuals) - plain, 0.7))
             before = table.rows_bias(units)
-            table.bias[units] = before + min(0.2, 0.05 * len(residuals)) * (apart - before)
+            weight = 0.5 if table.unchecked else min(0.2, 0.05 * len(residuals))
+            table.bias[units] = before + weight * (apart - before)
+        table.unchecked = max(0, table.unchecked - bool(by_rows))
 
     def state(self) -> list[Any]:
         """The tables that were measured well, as JSON."""
