@@ -130,6 +130,8 @@ class CompositeDrafter(Drafter[P]):
 
 def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
     """The verdict on ``draft``, translated to the nodes of ``own``, another tree with the same root."""
+    if not verdict.path:
+        return verdict
     path: list[int] = []
     for node in verdict.path:
         child = own.child(path[-1] if path else -1, draft.tokens[node])
