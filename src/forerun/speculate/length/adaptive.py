@@ -71,8 +71,8 @@ class Adaptive(LengthPolicy):
     """What trials may cost, in plain rounds: at first; for each plain round, less after trials in vain; of each plain
     round that drafts gained; and saved at most."""
     CHECK, CHECK_EVERY, CHECK_SOON = 7, 300, 12
-    """Plain rounds that measure the machine's speed: once in so many rounds with drafts, and sooner where prices of such
-    batches were not measured."""
+    """Plain rounds that measure the machine's speed: once in so many rounds with drafts, and sooner where prices of
+    such batches were not measured."""
     WARM, COLD = 5, 0.5
     """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
     TRIAL_WEIGHT = 6.0

@@ -40,8 +40,9 @@ method the seconds in which its drafter read a prompt token; None if there is no
 
 
 class Curve:
-    """A cost by a count: linear interpolation between measured ``points``, beyond them as from half of the last count to
-    the last. It never falls with a larger count: a higher point was disturbed. Counts are padded to a ``multiple``."""
+    """A cost by a count: linear interpolation between measured ``points``, beyond them as from half of the last count
+    to the last. It never falls with a larger count: a higher point was disturbed. Counts are padded to a
+    ``multiple``."""
 
     def __init__(self, points: Mapping[int, float], multiple: int = 1) -> None:
         least, kept = inf, {}
