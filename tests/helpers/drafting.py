@@ -50,14 +50,22 @@ def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1):
     return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, num_computed_tokens=1)
 
 
+def drafts_of(answer):
+    """Of a traced answer, each round's draft: what was committed when it was made, and its tokens."""
+    committed = list(answer.prompt_token_ids)
+    for entry in answer.outputs[0].trace:
+        if entry.drafted:
+            kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
+            yield list(committed), kept + list(entry.rejected)
+        committed += entry.tokens
+
+
 def first_draft(target, config, prompt, **options):
     """The first draft of a greedy request: its tokens, and what was committed when it was made."""
     llm = LLM(str(target), speculative_config=config, trace=True, **options)
-    trace = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    committed = prompt + [token for entry in trace[:index] for token in entry.tokens]
-    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
-    return kept + list(trace[index].rejected), committed
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    committed, drafted = next(drafts_of(llm.generate([prompt], params)[0]))
+    return drafted, committed
 
 
 def fill(options, places):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from drafting import first_draft
+from drafting import drafts_of, first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.models.files.open import read_config
 from forerun.speculate.draft.heads.dflash import DFlash, DFlashHead
@@ -258,18 +258,12 @@ def test_sequences_of_several_lengths_draft_side_by_side(tiny_target, tmp_path):
     dense = Dense(target, weights, "dflash")
     spec = {"model": str(write(tmp_path / "d", config, weights)), "num_speculative_tokens": 3, "prefill_chunk": 4}
     llm = LLM(tiny_target, speculative_config=spec, trace=True)
-    prompts = [PROMPT, PROMPT[4:], PROMPT[:2]]
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 12, 5)]
-    for prompt, answer in zip(prompts, llm.generate(prompts, params)):
-        committed, drafts = list(prompt), 0
-        for entry in answer.outputs[0].trace:
-            if entry.drafted:
-                kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
-                drafted = kept + list(entry.rejected)
-                assert drafted == dense.draft(committed, len(drafted))
-                drafts += 1
-            committed += entry.tokens
+    for answer in llm.generate([PROMPT, PROMPT[4:], PROMPT[:2]], params):
+        drafts = list(drafts_of(answer))
         assert drafts
+        for committed, drafted in drafts:
+            assert drafted == dense.draft(committed, len(drafted))
 
 
 def test_a_confidence_head_ends_chains(tiny_target, tmp_path):

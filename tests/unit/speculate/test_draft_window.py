@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_dflash import config_of
+from test_published_heads import save_eagle
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.speculate.draft.heads.head import Sizes
-from forerun_lab.heads.eagle import TrainedEagle
+from published import Published, eagle_weights
 from refusals import refused
-from unrolled import scramble, seen_by, sizes_of, unrolled
+from unrolled import seen_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_attention")]
 
@@ -47,19 +48,6 @@ def by_transformers(model, committed, window):
     return tokens[len(committed) :]
 
 
-@torch.no_grad()
-def by_unrolling(head, reference, committed):
-    """The same of an EAGLE head, over the target's features of all of the text."""
-    out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
-    features = head.fc(torch.cat([out.hidden_states[layer][0] for layer in head.layers], dim=-1))
-    tokens = [*committed]
-    for step in range(DEPTH):
-        embedded = reference.get_input_embeddings()(torch.tensor(tokens))
-        said = unrolled(head, features, embedded, len(features), step + 1, WINDOW)[-1]
-        tokens.append(int(reference.lm_head(head.norm(said)).argmax()))
-    return tokens[len(committed) :]
-
-
 def first_children(draft):
     """The chain of first children: of a tree, the likeliest tokens."""
     chain, node = [], -1
@@ -92,18 +80,17 @@ def test_a_draft_model_drafts_what_an_explicit_mask_says(tiny_target, reference,
 
 
 def test_a_head_drafts_what_an_explicit_mask_says(tiny_target, tmp_path, reference):
-    options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
-    head = TrainedEagle(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
-    scramble(head)
-    head.save(tmp_path)
-    config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": DEPTH, "draft_window": WINDOW}
+    config = config_of(Path(tiny_target), "dflash")
+    weights = eagle_weights(config["hidden_size"])
+    folder = save_eagle(tmp_path / "e", config, weights, "vLLM")
+    config = {"method": "eagle", "model": str(folder), "num_speculative_tokens": DEPTH, "draft_window": WINDOW}
     engine = LLM(tiny_target, speculative_config=config, page_size=4).engine
     drafts, answer = drafted(engine, TEXT)
     assert answer == drafted(LLM(tiny_target, page_size=4, speculative_config=None).engine, TEXT)[1]
-    saved = TrainedEagle.load(tmp_path)
+    head = Published(reference, weights)
     assert len(drafts) > 4
     for committed, draft in drafts.items():
-        assert draft.tokens == by_unrolling(saved, reference, committed)[: len(draft)]
+        assert draft.tokens == head.draft(committed, len(draft), WINDOW)
 
 
 def test_what_has_no_such_window_says_so(tiny_target):

@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from drafting import first_draft
+from drafting import drafts_of, first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp
@@ -214,16 +214,11 @@ def test_step_after_step_runs_module_after_module(tmp_path, names, count, chunk)
         config = {"method": "mtp", "num_speculative_tokens": tokens, "prefill_chunk": chunk}
         llm = LLM(str(tmp_path), speculative_config=config, trace=True, dtype="float32", max_model_len=64)
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (14, 9)]
-        for prompt, answer in zip(prompts := [PROMPT, PROMPT[3:]], llm.generate(prompts, params)):
-            committed, drafts = list(prompt), 0
-            for entry in answer.outputs[0].trace:
-                if entry.drafted:
-                    kept = [t for t, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
-                    drafted = kept + list(entry.rejected)
-                    assert drafted == expected_of_modules(model, modules, committed, len(drafted))
-                    drafts += 1
-                committed += entry.tokens
+        for answer in llm.generate([PROMPT, PROMPT[3:]], params):
+            drafts = list(drafts_of(answer))
             assert drafts
+            for committed, drafted in drafts:
+                assert drafted == expected_of_modules(model, modules, committed, len(drafted))
 
 
 def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path):
