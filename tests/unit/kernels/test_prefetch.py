@@ -52,13 +52,12 @@ def test_no_bits_depend_on_it(form):
         assert all(map(torch.equal, others, result[0]))
 
 
-@pytest.mark.parametrize("form", COMPILED[:1])
-def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
-    made, now = layer(form), [0.0]
-    asked = {}
+def timed(monkeypatch, made, seconds, *, tiled=False):
+    """Kernels that take ``seconds(rows, way)`` of a clock of their own; returns the way of each row count."""
+    now, asked = [0.0], {}
 
     class Library:
-        tiles = False
+        tiles = tiled
 
         @staticmethod
         def set_prefetch(kind, rows, way):
@@ -67,35 +66,23 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
 
     def run(self, x, y, add, rows, stride):
         assert x.shape == (rows, made.inputs)
-        now[0] += 1 if asked[rows] == rows % 3 else 2
-
-    monkeypatch.setattr(kernels, "library", Library)
-    monkeypatch.setattr(type(made), "run", run)
-    monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
-    assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in prefetch.COUNTS]
-    prefetch.set_prefetch(kind_of(made), range(len(prefetch.COUNTS)))
-    assert sorted(asked) == list(range(1, 33))
-    assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 17, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 10, 10, 11]
-
-
-def timed(monkeypatch, made, seconds, *, tiled=False):
-    """Kernels that take ``seconds(rows, way)`` of a clock of their own."""
-    now, asked = [0.0], {}
-
-    class Library:
-        tiles = tiled
-
-        @staticmethod
-        def set_prefetch(kind, rows, way):
-            asked[rows] = way
-
-    def run(self, x, y, add, rows, stride):
         ctypes.memset(y, 0, rows * stride * x.element_size())  # all ways write the same bits
         now[0] += seconds(rows, asked[rows])
 
     monkeypatch.setattr(kernels, "library", Library)
     monkeypatch.setattr(type(made), "run", run)
     monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
+    return asked
+
+
+@pytest.mark.parametrize("form", COMPILED[:1])
+def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
+    made = layer(form)
+    asked = timed(monkeypatch, made, lambda rows, way: 1 if way == rows % 3 else 2)
+    assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in prefetch.COUNTS]
+    prefetch.set_prefetch(kind_of(made), range(len(prefetch.COUNTS)))
+    assert sorted(asked) == list(range(1, 33))
+    assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 17, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 10, 10, 11]
 
 
 @pytest.mark.parametrize(("many", "ways"), [(0.9, [prefetch.TILED] * 4), (0.98, [prefetch.NEAR] * 4)])
@@ -136,23 +123,9 @@ def test_what_a_busy_machine_decided_is_used_but_not_kept(form, monkeypatch, tmp
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_a_busy_machine_does_not_decide(form, far, way, monkeypatch):
     """Each call may take three times as long; a gain of 2 % is not believed."""
-    made, now, asked, draw = layer(form), [0.0], {}, random.Random(0)
-
-    class Library:
-        tiles = False
-
-        @staticmethod
-        def set_prefetch(kind, rows, way):
-            asked[rows] = way
-
-    def run(self, x, y, add, rows, stride):
-        now[0] += {prefetch.NOTHING: 0.99, prefetch.NEAR: 1.0, prefetch.FAR: far}[asked[rows]] * draw.choice(
-            [1, 1, 2, 3]
-        )
-
-    monkeypatch.setattr(kernels, "library", Library)
-    monkeypatch.setattr(type(made), "run", run)
-    monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
+    made, draw = layer(form), random.Random(0)
+    usual = {prefetch.NOTHING: 0.99, prefetch.NEAR: 1.0, prefetch.FAR: far}
+    timed(monkeypatch, made, lambda rows, way: usual[way] * draw.choice([1, 1, 2, 3]))
     monkeypatch.setattr(prefetch, "SECONDS", 1000)
     assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [way] * len(prefetch.COUNTS)
 
