@@ -103,8 +103,14 @@ with additions():
     CASES = [Case(method, shape) for method in drafters for shape in SHAPES if takes(method, shape)]
     RULES = list(rules)
     LOSSLESS = [name for name in rules if rules[name].lossless]
+    OF_LAB = {name for name in drafters if drafters[name].__module__.startswith("forerun_lab.")}
     POLICIES = [name for name in policies if name != Off.name]
     _EVERY = product(drafters, SHAPES, LOSSLESS, PAGE_SIZES, PATHS, POLICIES)
     COMBINATIONS = [combination for combination in map(Combination._make, _EVERY) if fits(combination)]
 
 CHAINS = [case for case in CASES if case.shape == "chain"]
+
+
+def unless_of_lab(cases):
+    """The laboratory's drafters meet every rule and layout in the matrix, and the rest with ``--full``."""
+    return [case for case in cases if case.method not in OF_LAB]

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 from harness import answers, check_idle, options
-from matrix import CASES, Case
+from matrix import CASES, Case, marked, unless_of_lab
 
 from forerun.sampling.params import BeamSearchParams
 
@@ -65,7 +65,7 @@ def expected(engine):
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(CASES, unless_of_lab))
 def test_beams_are_plain_ones(case, engine, keys, expected):
     page_size = PAGE_SIZES[CASES.index(case) % len(PAGE_SIZES)]
     built = engine(keys(case), page_size=page_size, max_num_seqs=WIDEST)
