@@ -54,7 +54,6 @@ collect_ignore = (
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the whole conformance matrix, not a pairwise part of it")
-    parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,11 +1,9 @@
-import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 from harness import LONGEST, SETS, answers, run
 from matrix import SHAPES, additions
-from table import PROPERTY, markdown
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -13,8 +11,6 @@ from forerun.models.load import load_model
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
 from tiny import WIDE, save_checkpoint, tiny_llama
-
-COLLECTED = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,16 +45,16 @@ def engine(tiny_target):
 
 @pytest.fixture(scope="session")
 def keys(tiny_target, tiny_draft, tmp_path_factory):
-    """``keys(case, **more)``: a ``speculative_config`` of the case's drafter for the tiny target."""
+    """``keys(case, target=None, **more)``: a ``speculative_config`` of the case's drafter for the tiny target, whose
+    draft model is sometimes wrong, or for another one, which drafts for itself."""
     examples = {}
 
-    def build(case, **more):
-        if case.method not in examples:
-            folder = tmp_path_factory.mktemp(case.method)
-            examples[case.method] = drafters[case.method].example(Path(tiny_target), folder)
-            if case.method == "draft_model":
-                examples[case.method] = {"model": tiny_draft}  # unlike the target itself, it is sometimes wrong
-        result = {"method": case.method, **examples[case.method], **SHAPES[case.shape], **more}
+    def build(case, target=None, **more):
+        key = target, case.method
+        if key not in examples:
+            made = drafters[case.method].example(Path(target or tiny_target), tmp_path_factory.mktemp(case.method))
+            examples[key] = {"model": tiny_draft} if key == (None, "draft_model") else made
+        result = {"method": case.method, **examples[key], **SHAPES[case.shape], **more}
         if case.method == "draft_model" and not {"tree", "tree_nodes"} & set(result):
             result.setdefault("num_speculative_tokens", 3)  # by itself it would draft as far as that pays
         return result
@@ -75,23 +71,3 @@ def plain(engine):
         return answers(run(engine(path=path, max_num_seqs=1), SETS[which]))
 
     return get
-
-
-def pytest_itemcollected(item):
-    """A case of the matrix carries its place there to the table."""
-    combination = getattr(item, "callspec", None) and item.callspec.params.get("combination")
-    if combination is not None:
-        item.user_properties.append((PROPERTY, tuple(combination)))
-
-
-def pytest_collection_finish(session):
-    session.config.stash[COLLECTED] = len(session.items)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    file = config.getoption("--conformance-table")
-    if file is not None and not hasattr(config, "workerinput"):
-        command = shlex.join(["pytest", *config.invocation_params.args])
-        known = {report.nodeid for reports in terminalreporter.stats.values() for report in reports if report}
-        text = markdown(terminalreporter.stats, command, config.stash.get(COLLECTED, len(known)))
-        Path(file).write_text(text, encoding="utf-8")

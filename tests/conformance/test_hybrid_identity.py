@@ -1,11 +1,10 @@
 """Models with state: every drafter, every rule, beams and preemption, the tokens of plain decoding."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 from harness import REQUESTS, SHORT, answers, check_idle, options, run
-from matrix import CASES, COMBINATIONS, PAGE_SIZES, SHAPES, Case, marked, unless_of_lab
+from matrix import CASES, COMBINATIONS, PAGE_SIZES, Case, marked, unless_of_lab
 from test_beam_identity import SEARCHES, beams, search
 
 from forerun.speculate.accept import rules
@@ -36,20 +35,9 @@ def plainly(engine, hybrid):
 
 
 @pytest.fixture(scope="session")
-def config(hybrid, tiny_draft, tmp_path_factory):
+def config(keys, hybrid):
     """``config(kind, case)``: a ``speculative_config``. A draft model is the target, which keeps a state itself."""
-    examples = {}
-
-    def get(kind, case, **more):
-        if (kind, case.method) not in examples:
-            made = drafters[case.method].example(Path(hybrid(kind)), tmp_path_factory.mktemp(case.method))
-            examples[kind, case.method] = made
-        result = {"method": case.method, **examples[kind, case.method], **SHAPES[case.shape], **more}
-        if case.method == "draft_model" and not {"tree", "tree_nodes"} & set(result):
-            result.setdefault("num_speculative_tokens", 3)
-        return result
-
-    return get
+    return lambda kind, case, **more: keys(case, hybrid(kind), **more)
 
 
 @pytest.mark.parametrize(("kind", "page_size"), LAYOUTS)

@@ -31,7 +31,7 @@ PIP = {"--index-url", "--find-links"}
 IMAGE = {"--isolation", "--format", "--build-arg"}
 """Of what builds the container."""
 TOP = {"--version", "--install-completion", "--show-completion"}
-PYTEST = {"--full", "--conformance-table"}
+PYTEST = {"--full"}
 COSTS = {"--both"}
 """Flags of `python -m forerun_lab.bench.costs`."""
 MADE = {
