@@ -20,7 +20,7 @@ from forerun.measure.bench import run_interleaved
 from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
 from forerun.measure.rounds import Measured
 from forerun.models.text.chat import render_chat
-from forerun_lab.intervals import median_interval, ratio_error
+from forerun_lab.intervals import median_interval, quantile_interval, ratio_error
 from forerun_lab.written import FOLDER, RecordedConversation, Texts, by_category, make_texts, read_set, stops
 
 pytestmark = pytest.mark.slow
@@ -241,6 +241,10 @@ def test_the_interval_holds_the_median():
     generator = numpy.random.default_rng(1)
     truth = numpy.exp(NormalDist().inv_cdf(0.5))
     bounds = [median_interval(list(values)) for values in generator.lognormal(size=(2000, 22))]
+    assert 0.95 <= numpy.mean([low <= truth <= high for low, high in bounds]) < 0.99
+    assert quantile_interval(list(range(60)), 0.95) is None
+    truth = numpy.exp(NormalDist().inv_cdf(0.95))
+    bounds = [quantile_interval(list(values), 0.95) for values in generator.lognormal(size=(2000, 200))]
     assert 0.95 <= numpy.mean([low <= truth <= high for low, high in bounds]) < 0.99
 
 

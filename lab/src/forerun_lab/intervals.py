@@ -21,16 +21,26 @@ def ratio_error(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:
-    """An interval that holds the population's median with at least this confidence, whatever the distribution: between
-    two of the sorted values, as far from both ends as the binomial distribution permits. None for too few values."""
-    count = len(values)
-    outside, below = 0, 0.0
-    while (below := below + comb(count, outside) / 2**count) <= (1 - confidence) / 2:
-        outside += 1
-    if not outside:
-        return None
+    """``quantile_interval`` of the median."""
+    return quantile_interval(values, 0.5, confidence)
+
+
+def quantile_interval(values: Sequence[float], share: float, confidence: float = CONFIDENCE) -> list[float] | None:
+    """An interval that holds the population's quantile with at least this confidence, whatever the distribution:
+    between two of the sorted values, as the binomial distribution permits. None for too few values."""
+    below, above = _outside(len(values), share, confidence), _outside(len(values), 1 - share, confidence)
     ordered = sorted(values)
-    return [ordered[outside - 1], ordered[count - outside]]
+    return [ordered[below - 1], ordered[-above]] if below and above else None
+
+
+def _outside(count: int, share: float, confidence: float) -> int:
+    """How many of the least values may be left out on one side."""
+    outside, below = 0, 0.0
+    while (below := below + comb(count, outside) * share**outside * (1 - share) ** (count - outside)) <= (
+        1 - confidence
+    ) / 2:
+        outside += 1
+    return outside
 
 
 def shown(values: Sequence[float]) -> str:

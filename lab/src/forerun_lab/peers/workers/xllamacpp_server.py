@@ -18,6 +18,7 @@ parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, default=8080)
 parser.add_argument("--spec-type", default=None)
 parser.add_argument("--draft-max", type=int, default=None)
+parser.add_argument("--cache-reuse", type=int, default=0)
 given = parser.parse_args()
 
 params = llama.CommonParams()
@@ -25,6 +26,7 @@ params.model.path = given.model
 params.hostnames, params.port = [given.host], given.port
 params.n_ctx, params.n_parallel = given.ctx_size, given.parallel
 params.cpuparams.n_threads, params.cpuparams_batch.n_threads = given.threads, given.threads_batch
+params.n_cache_reuse = given.cache_reuse
 kind = given.spec_type or ("draft-simple" if given.model_draft else "none")
 name = "COMMON_SPECULATIVE_TYPE_" + kind.upper().replace("-", "_")
 params.speculative.types = [getattr(llama.common_speculative_type, name)]
