@@ -64,7 +64,7 @@ def test_its_chats_are_the_servers(web, hermes):
     models = web.get("/api/models").json()["data"]
     assert [model["id"] for model in models if model["owned_by"] != "arena"] == ["tiny"]
     expected = chatted(hermes, max_tokens=24, temperature=0)["choices"][0]["message"]["content"]
-    body = {"model": "tiny", "messages": ASK, "max_tokens": 24, "temperature": 0}
+    body = {"model": "tiny", "messages": ASK, "params": {"max_tokens": 24, "temperature": 0}}  # as its page sends them
     whole = web.post("/api/chat/completions", json=body | {"stream": False}).json()
     assert whole["choices"][0]["message"]["content"] == expected
     events = web.post("/api/chat/completions", json=body | {"stream": True}).text.splitlines()
