@@ -7,6 +7,8 @@ each kernel takes at most; one that takes more than the GPU has is refused.
 
 import os
 import sys
+from math import inf
+from types import SimpleNamespace
 from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -18,7 +20,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
 from forerun.attention.base import Query
-from forerun.attention.triton import TritonAttention
+from forerun.attention.triton import Sizes, TritonAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.kernels import gpu
@@ -28,6 +30,7 @@ from forerun.models.formats.triton import make, quantized
 from forerun.models.kinds import TRITON_KINDS
 from forerun.models.run.rows import TritonNorm, rotate
 from forerun.sampling import triton as sampling
+from forerun.speculate.draft.graph_chain import Bucket
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
          torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
@@ -46,7 +49,12 @@ def kind(value):
 def compile_instead(self, *arguments, grid, warmup=False, **options):
     settings = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
     given = {**dict(zip(self.arg_names, arguments)), **options}
-    constants = {each.name: given[each.name] for each in self.params if each.is_constexpr}
+    ones = {each.name for each in self.params if not each.do_not_specialize and type(given[each.name]) is int}
+    constants = {
+        each.name: given[each.name]
+        for each in self.params
+        if each.is_constexpr or (each.name in ones and given[each.name] == 1)
+    }  # as Triton has it
     types = {name: "constexpr" if name in constants else kind(given[name]) for name in self.arg_names}
     for capability in CAPABILITIES:
         key = (self.__name__, capability, *types.values(), *constants.items(), *settings.items())
@@ -73,14 +81,24 @@ def multiply(dtype):
             layer.rows(torch.tensor([1]), dtype)
 
 
-def attend(dtype, heads, kv_heads, width, parents, options):
-    attention = TritonAttention(Pool([KVShape(kv_heads, width, width)], 8, 64, dtype))
+def attend(dtype, heads, kv_heads, width, parents, options, page_size=64):
+    attention = TritonAttention(Pool([KVShape(kv_heads, width, width)], 8, page_size, dtype))
     tables = attention.begin(batch := Batch([Span(0, 0, [1, 2, 3, 4], parents)]))
     q, k = (torch.zeros(4, count, width, dtype=dtype) for count in (heads, kv_heads))
     attention.run(Query(0, q, k, k.clone(), 0.1, **options), tables)
     norm = torch.ones(heads, width), 1e-5, dtype
     TritonNorm(*norm, layer_norm=parents is None, bias=None if parents else norm[0])(q, q)
     rotate(q, torch.zeros(16, 1, width // 2, dtype=torch.complex64), batch.positions)
+
+
+def draft(reduced, floor):
+    graphs = SimpleNamespace(enabled=True)
+    ids = torch.arange(100, dtype=torch.int32)
+    runner = SimpleNamespace(most=1 if reduced else 3, steps=SimpleNamespace(size=100, graphs=graphs), floor=floor,
+                             words=ids, ids=ids if reduced else None)  # fmt: skip
+    bucket = Bucket(runner, Sizes(8, 8, 64, 0), torch.device("cpu"), None)
+    with patch.object(sampling, "choose_rows", lambda scores, *_: torch.zeros(len(scores), 2, dtype=torch.int32)):
+        bucket._choose(bucket.logits)
 
 
 def main():
@@ -90,11 +108,14 @@ def main():
         attend(torch.bfloat16, 8, 2, 64, None, {})
         attend(torch.bfloat16, 8, 2, 128, [-1, -1, 0, 1], {"softcap": 3.0, "sinks": torch.zeros(8), "window": 9})
         attend(torch.float32, 3, 1, 64, [-1, -1, 0, 1], {})
+        attend(torch.bfloat16, 2, 1, 64, [-1, -1, -1, -1], {"window": 1, "sink_tokens": 1}, page_size=1)
         for width in (256, 512):  # Gemma's
             attend(torch.bfloat16, 8, 1, width, [-1, -1, 0, 1], {})
         scores, words = torch.zeros(2, 10000), torch.zeros(10048, dtype=torch.int32)
         sampling.restrict(scores, [1.0, 0.5], [0.1, 0.9, 0, 1], [5, 0])
         sampling.TritonSampling(words).choose(scores, [1, None])
+        draft(True, 0.0)
+        draft(False, -inf)
     for name, capability in sorted({key[:2] for key in done}):
         most = max(size for key, size in done.items() if key[:2] == (name, capability))
         print(f"{name} on {capability}: at most {most:,} bytes of shared memory")
