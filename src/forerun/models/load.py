@@ -92,9 +92,13 @@ def parse_device(device: str | torch.device | None) -> torch.device:
             log.warning("runs on the CPU: %s", one_line(Warning(each.message)))
         return torch.device("cuda" if found else "cpu")
     try:
-        return torch.empty(0, device=device).device
+        asked = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(f"device {str(device)!r} cannot be used: {one_line(error)}") from error
+    if asked.type == "cuda" and asked.index != (current := torch.cuda.current_device()):
+        other = "choose a GPU with CUDA_VISIBLE_DEVICES, and device cuda"
+        raise ConfigError(f"device {str(device)!r} cannot be used: kernels run on GPU {current}; {other}")
+    return asked
 
 
 def _parse_quantization(

@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -140,12 +139,13 @@ def test_no_memory_for_graphs_is_said_once_and_loses_nothing(target, tmp_path, m
 
 
 def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
-    """torch's own context does not leave the stream of a capture whose end fails."""
+    """torch's own context does not leave the stream of a capture whose end fails. Other threads may load a model
+    meanwhile, and a body runs before on no stream of its own, beside which others could use the same counters."""
     streams = []
 
     class Capture:
-        def __init__(self, graph, pool):
-            pass
+        def __init__(self, graph, pool, capture_error_mode):
+            assert capture_error_mode == "thread_local"
 
         def __enter__(self):
             streams.append("the capture's")
@@ -157,9 +157,12 @@ def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
         if streams:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    for name in ("Stream", "CUDAGraph", "current_stream", "graph_pool_handle"):
+    def refuse(stream):
+        raise AssertionError("a stream of its own")
+
+    for name in ("CUDAGraph", "current_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Mock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", refuse)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     with pytest.raises(torch.OutOfMemoryError):
@@ -229,6 +232,14 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch, said):
     assert parse_device(None) == torch.device("cpu")
     assert said.messages == ["runs on the CPU: CUDA initialization: " + old.replace("\n", " ")]
     refused(ConfigError, "device 'cuda' cannot be used: The NVIDIA driver .* too old", parse_device, "cuda")
+
+
+def test_a_gpu_that_is_not_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda size, device: Mock(device=torch.device(device)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert parse_device("cuda:0") == torch.device("cuda:0")
+    refused(ConfigError, "device 'cuda:1' cannot be used: kernels run on GPU 0; choose a GPU with CUDA_VISIBLE",
+            parse_device, "cuda:1")  # fmt: skip
 
 
 @pytest.mark.parametrize(

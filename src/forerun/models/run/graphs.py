@@ -208,15 +208,13 @@ class Graphs:
         """The body as a graph, where there is CUDA."""
         if self.device.type != "cuda":
             return body
-        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            body()
-        current.wait_stream(stream)
+        body()  # loads its kernels, which a capture cannot; on the same stream, since calls share counters
+        current = torch.cuda.current_stream(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # other threads may allocate meanwhile: a server loads one model while another answers
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = body()
         except RuntimeError as error:
             torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own
