@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.models.files.open import fingerprint
+from forerun.models.files.open import Checkpoint
 from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train.joint import Joint, JointConfig, joint_losses, train_joint
@@ -130,7 +130,8 @@ def test_a_head_names_its_copy_and_refuses_another_target(trained, tiny_target, 
 
 def test_a_fingerprint_follows_the_weights(tiny_target, trained, tmp_path):
     again = shutil.copytree(tiny_target, tmp_path / "again")
-    assert fingerprint(again) == fingerprint(Path(tiny_target)) != fingerprint(trained / "target")
+    assert len({Checkpoint.at(each).fingerprint() for each in (again, Path(tiny_target))}) == 1
+    assert Checkpoint.at(again).fingerprint() != Checkpoint.at(trained / "target").fingerprint()
 
 
 def test_the_losses_are_those_of_the_paper(tiny_target):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.models.files.open import fingerprint
+from forerun.models.files.open import Checkpoint
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
 from forerun_lab.train.corpus import Excerpt, TokenStream, encode_files, list_files, read_text, split_files
 from forerun_lab.train.distill import train_draft_model
@@ -76,7 +76,7 @@ def test_another_targets_run_is_refused_and_both_are_named(trained, other_target
     assert out == ""
     assert err.count("\n") == 1
     for target in (trained.target, other_target):
-        assert f"{target} ({fingerprint(target)})" in err
+        assert f"{target} ({Checkpoint.at(target).fingerprint()})" in err
     assert "--no-resume" in err
     assert files(trained.out) == before
 

@@ -8,7 +8,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.engine import tuned
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.run.hf import read_module
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.schema import ChatRequest
@@ -90,7 +90,7 @@ def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(assistant, 
 
 def test_log_probabilities_are_transformers_own(smollm2):
     ids = load_tokenizer("smollm2").apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=False)
-    model = read_module(smollm2, read_config(smollm2), torch.float32, attention=None)
+    model = read_module(Checkpoint.at(smollm2), torch.float32, attention=None)
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     del model

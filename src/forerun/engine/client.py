@@ -20,7 +20,6 @@ from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.memory import megabytes
 from forerun.engine.metrics import RoundTrace, Snapshot
 from forerun.engine.stop import Finish, held_back
-from forerun.models.text.generation_config import settings_line
 from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import Params, StructuredOutputsParams
 
@@ -79,7 +78,7 @@ class EngineFacts:
         weights = sum(model.info.weight_bytes for model in (engine.model, *engine.router.models()))
         methods = ", ".join(engine.router.drafters) or "none"
         if info.sampling:
-            methods += f"; the model's own sampling settings: {settings_line(info.sampling)}"
+            methods += f"; the model's own sampling settings: {info.sampling_line}"
         return cls(
             model=info.name,
             described=f"{megabytes(weights)} of weights, {tokens} tokens of KV cache, drafters: {methods}",

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.models.files.checkpoint import CONFIG, read_object
-from forerun.models.files.gguf import is_gguf, open_gguf
 from forerun.models.files.inventory import here
-from forerun.models.files.open import open_files, quick_config
+from forerun.models.files.open import Checkpoint
 from forerun.speculate.names import drafters
 
 OURS = "forerun_head"
@@ -36,9 +35,10 @@ def method_of(name: str) -> str:
         path = here(name)
     except ModelError:
         return "draft_model"
-    if is_gguf(path):
-        file = open_gguf(path)
-        return GGUF_METHODS.get(str(file.metadata.get("general.architecture"))) or _by_tensors(file.tensors)
+    opened = Checkpoint.at(path)
+    if opened.gguf is not None:
+        kind = str(opened.gguf.metadata.get("general.architecture"))
+        return GGUF_METHODS.get(kind) or _by_tensors(opened.gguf.tensors)
     config = read_object(path / CONFIG)
     for key, methods in ((OURS, {method: method for method in drafters}), ("speculators_model_type", SPECULATORS)):
         if key in config:
@@ -47,7 +47,7 @@ def method_of(name: str) -> str:
             return methods[config[key]]
     if config.get("model_type") == ASSISTANT:
         return "mtp"
-    return _by_tensors(open_files(path, packed=True).tensors)
+    return _by_tensors(opened.files(packed=True).tensors)
 
 
 def _by_tensors(names: Iterable[str]) -> str:
@@ -63,12 +63,12 @@ def _by_tensors(names: Iterable[str]) -> str:
 def brings_mtp(model: str) -> bool:
     """Whether a model on this machine has its own layer for multi-token prediction, of a kind that ``mtp`` runs."""
     try:
-        path = here(model)
-        if not any(map(MTP_LAYER.fullmatch, open_files(path, packed=True).tensors)):
+        opened = Checkpoint.at(here(model))
+        if not any(map(MTP_LAYER.fullmatch, opened.files(packed=True).tensors)):
             return False
-        config = quick_config(path).get_text_config()
+        config = opened.config.get_text_config()
     except ModelError:  # loading it will report the error
         return False
     from forerun.speculate.draft.heads.mtp import has_layer
 
-    return has_layer(path, config)
+    return has_layer(opened, config)

@@ -32,7 +32,7 @@ from forerun.engine.metrics import EngineStats, RequestMetrics, RoundTrace
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trials import trials
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.models.run.base import Model, new_attention
 from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
@@ -181,7 +181,7 @@ class Engine:
         config, info = self.config, self.model.info
         if config.memory is None:
             return None
-        print_of = fingerprint(resolve(info.name), info.lora)
+        print_of = Checkpoint.open(info.name).fingerprint(info.lora)
         memory = Memory(config.memory, print_of, info.vocab_size, config.memory_bytes)
         self.on_close.append(partial(memory.save, PATIENCE))
         weakref.finalize(self, memory.save, PATIENCE)

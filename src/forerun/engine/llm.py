@@ -28,10 +28,9 @@ from forerun.engine.jobs import Job, Logprob, Update, by_token
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.engine.tuned import load as load_tuned
-from forerun.models.files.open import resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.load import load_model
 from forerun.models.text.chat import Message, conversations, render_chat
-from forerun.models.text.generation_config import model_settings, settings_line
 from forerun.models.text.infill import Hole, Infill, ending, files_of
 from forerun.models.text.tokenizer import encode, load_tokenizer, with_end
 from forerun.models.weights import lora
@@ -102,7 +101,7 @@ class LLM:
             tensor_parallel_size=config.tensor_parallel_size,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or lora.tokenizer(config.lora) or config.model)
-        sampling = {} if config.generation_config == "vllm" else model_settings(resolve(config.model))
+        sampling = {} if config.generation_config == "vllm" else Checkpoint.open(config.model).sampling
         loaded.info = replace(with_end(loaded.info, self.tokenizer), sampling=sampling)
         self._engine: Engine | None = Engine(loaded, self.tokenizer, config, speculative)
         auto.remember(self.engine)
@@ -411,9 +410,9 @@ class LLM:
 
     def default_params(self) -> SamplingParams:
         """The default options; the log says so once."""
-        own, self._told = self.model.info.sampling, self._told or not self.model.info.sampling
-        if not self._told:
-            log.warning("sampling by the model's own settings, %s: pass SamplingParams for others", settings_line(own))
+        own = self.model.info.sampling_line
+        if own and not self._told:
+            log.warning("sampling by the model's own settings, %s: pass SamplingParams for others", own)
             self._told = True
         return self.get_default_sampling_params()
 

@@ -21,7 +21,7 @@ from forerun.core.folders import expanded
 from forerun.models.files.checkpoint import read_object
 from forerun.models.files.fetch import KNOWN
 from forerun.models.files.inventory import here, known_draft
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.speculate.names import KEYS, LAB_KEYS
 
 FILE = "tuned.json"
@@ -51,13 +51,14 @@ def save(
         draft: a model on this machine.
         figures: measurements to keep in the file.
     """
+    used = {} if draft is None else {"model": draft, "fingerprint": Checkpoint.at(here(draft)).fingerprint()}
     content = {
         FORMAT: VERSION,
         "target": target,
-        "fingerprint": fingerprint(resolve(target)),
+        "fingerprint": Checkpoint.open(target).fingerprint(),
         "speculative_config": dict(speculative_config),
         "files": files,
-        **({} if draft is None else {"draft": {"model": draft, "fingerprint": fingerprint(here(draft))}}),
+        **({"draft": used} if used else {}),
         **figures,
     }
     content["seal"] = _seal(folder, content)
@@ -87,12 +88,12 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
         raise ConfigError(
             f"{folder}: {FILE} or a file that it names has changed since forerun tune wrote it: run forerun tune again"
         )
-    path = resolve(model)
-    names = (None, *(KNOWN[name].file_name for name in _known_by_size(path)))  # a known file may be renamed
-    if all(content["fingerprint"] != fingerprint(path, lora, name) for name in names):
+    opened = Checkpoint.open(model)
+    names = (None, *(KNOWN[name].file_name for name in _known_by_size(opened.path)))  # a known file may be renamed
+    if all(content["fingerprint"] != opened.fingerprint(lora, name) for name in names):
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
-            f"of {model} differ ({fingerprint(path, lora)}): run forerun tune for them"
+            f"of {model} differ ({opened.fingerprint(lora)}): run forerun tune for them"
         )
     return dict(placed(content["speculative_config"], folder, _draft(content, folder, model)))
 
@@ -118,7 +119,7 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
         if known is None:
             raise ConfigError(f"{folder} was tuned with the draft {shown(name)}: {one_line(error)}") from error
         path = known
-    actual = fingerprint(path)
+    actual = Checkpoint.at(path).fingerprint()
     if actual != draft["fingerprint"]:
         raise ConfigError(
             f"{folder} was tuned with the draft {shown(name)} (fingerprint {draft['fingerprint']}), but {path} "
@@ -136,7 +137,9 @@ def bundled(model: str) -> Path | None:
         path = here(model)
         for name in _known_by_size(path):
             file = root / name / FILE
-            if file.is_file() and read_object(file)["fingerprint"] == fingerprint(path, None, KNOWN[name].file_name):
+            if file.is_file() and read_object(file)["fingerprint"] == Checkpoint.at(path).fingerprint(
+                None, KNOWN[name].file_name
+            ):
                 return root / name
     except ModelError:  # loading it will report the error
         pass

@@ -30,7 +30,7 @@ from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
 from forerun.measure.rounds import engine_of, seeded_params
 from forerun.models.architectures.spec import refusal
-from forerun.models.files.open import read_config, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model
 from forerun.models.run.base import Model, new_attention
@@ -311,7 +311,7 @@ def _paths(config: CheckConfig, llm: LLM) -> Iterator[Model]:
     if info.encoder is not None:
         paths = ["native"]
     else:
-        paths = ["native", "hf"] if refusal(read_config(resolve(options.model))) is None else ["hf"]
+        paths = ["native", "hf"] if refusal(Checkpoint.open(options.model).config) is None else ["hf"]
     for path in paths:
         if info.path.startswith(path):
             yield llm.model

@@ -21,7 +21,7 @@ from forerun.kernels import gpu
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import bind, is_sized, keeps_state, refusal
 from forerun.models.files.gguf import GGUFFile
-from forerun.models.files.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.kinds import FLOATS, UNQUANTIZED
@@ -200,13 +200,13 @@ def load_model(
         ConfigError: an option cannot be honoured.
     """
     quantization, dtype, numbers = _parse_quantization(quantization, dtype)
-    folder = resolve(path_or_id)
-    config = quick_config(folder)
+    checkpoint = Checkpoint.open(path_or_id)
+    config = checkpoint.config
     _check_rope(config, max_model_len)
     device = parse_device(device)
     requested = LoadRequest(
-        folder=folder, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=device,
-        eos_ids=eos_ids(folder, config), invariant=invariant, weights=weights, quantization=quantization,
+        folder=checkpoint.path, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=device,
+        eos_ids=checkpoint.eos_ids, invariant=invariant, weights=weights, quantization=quantization,
         numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len, window=window,
     )  # fmt: skip
     if sanity.has_encoder(config):
@@ -214,22 +214,22 @@ def load_model(
             raise ConfigError(f"a window of {window} tokens is for decoders, and {path_or_id} is none")
         from forerun.models.run import encdec  # modules of transformers' take as long to import as torch
 
-        return encdec.load_encoder_decoder(requested, config, model_path=model_path, ranks=tensor_parallel_size)
+        return encdec.load_encoder_decoder(requested, checkpoint, model_path=model_path, ranks=tensor_parallel_size)
     feature = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     feature = f"quantization {quantization!r} of {path_or_id}" if quantization else feature
     feature = f"a smaller output layer of {path_or_id}" if outputs is not None else feature
     feature = f"a window for {path_or_id}" if window is not None else feature
-    native = _uses_native(config, folder, model_path, feature)
+    native = _uses_native(config, checkpoint.path, model_path, feature)
     if invariant is None and not (native and gpu.serves(device)):  # there the model finds out itself
         requested = replace(requested, invariant=device.type == "cpu")
     model: Model
     with _room_for_weights(requested):
         if native:
-            model = _load_ranks(requested, config, tensor_parallel_size)
+            model = _load_ranks(requested, checkpoint, tensor_parallel_size)
         else:
             from forerun.models.run import hf
 
-            module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
+            module: Any = hf.read_module(checkpoint, requested.dtype, lora=lora)
             model = hf.HFModel(module.to(device), requested)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
@@ -256,29 +256,29 @@ def _room_for_weights(requested: LoadRequest) -> Iterator[None]:
         ) from error
 
 
-def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) -> NativeModel:
+def load_shard(requested: LoadRequest, checkpoint: Checkpoint, team: Team | None = None) -> NativeModel:
     """The native model, or with ``team`` a rank's shard of it: open, transform, lay out. Raises ModelError and
     ConfigError."""
-    packed = getattr(config, "quantization_config", None) is not None
-    opened = open_files(requested.folder, packed=packed)
+    config = checkpoint.config
+    opened = checkpoint.files(packed=getattr(config, "quantization_config", None) is not None)
     weights = transform(opened, config, adapters=adapter.read(requested.lora))
     on_gpu, keeps_blocks = requested.device.type != "cpu" or gpu.interpreted(), not requested.numbers
     if isinstance(opened, GGUFFile) and keeps_blocks and (larger := larger_in_memory(opened.types(), on_gpu=on_gpu)):
         log.warning("%s holds types that take more room in memory: %s", opened.path, larger)
     caches = not on_gpu and team is None and weights.nbytes >= weight_cache.LARGE
-    with _cache(requested, config) if caches else nullcontext():
+    with _cache(requested, checkpoint) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``
 
 
-def _cache(requested: LoadRequest, config: Any) -> AbstractContextManager[None]:
+def _cache(requested: LoadRequest, checkpoint: Checkpoint) -> AbstractContextManager[None]:
     """The cache of laid-out weights for this model, these options, and this state of its files."""
     outputs = None if requested.outputs is None else sha256(requested.outputs.numpy().tobytes()).hexdigest()
     options = repr(
         (requested.dtype, requested.weights, requested.quantization, requested.numbers, requested.lora, outputs)
     )
-    stats = [path.stat() for path in files(requested.folder, requested.lora)]
+    stats = [path.stat() for path in checkpoint.weight_files(requested.lora)]
     times = [(each.st_mtime_ns, each.st_ctime_ns) for each in stats]
-    state = repr((fingerprint(requested.folder, requested.lora), times, config.to_json_string()))
+    state = repr((checkpoint.fingerprint(requested.lora), times, checkpoint.config.to_json_string()))
     return weight_cache.caching(requested.folder, options, state)
 
 
@@ -288,19 +288,20 @@ def of_rank(requested: LoadRequest, rank: int) -> LoadRequest:
     return replace(requested, device=torch.device(kind, rank) if kind == "cuda" else torch.device(kind))
 
 
-def _load_ranks(requested: LoadRequest, config: Any, size: int) -> NativeModel:
+def _load_ranks(requested: LoadRequest, checkpoint: Checkpoint, size: int) -> NativeModel:
     """Rank 0's shard of a model over ``size`` processes, once all of them have theirs."""
     if size == 1:
-        return load_shard(requested, config)
+        return load_shard(requested, checkpoint)
     if requested.quantization is not None:
         raise ConfigError(
             f"tensor parallelism does not support quantized weights: remove quantization={requested.quantization}"
         )
     if requested.device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}")
+    config = checkpoint.config
     split.check(bind(config), config, size)
     requested = of_rank(requested, 0)
     team = Leader(size, requested, requested.device)
-    model = load_shard(requested, config, team)
+    model = load_shard(requested, checkpoint, team)
     team.ready()
     return model

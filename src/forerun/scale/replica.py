@@ -19,7 +19,7 @@ from forerun.engine.client import ClosedError, Delta, EngineFacts
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics, Snapshot
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.sampling.params import Params, SamplingParams
 
 
@@ -199,7 +199,7 @@ class Replica:
 
 def facts_of(llm: LLM) -> Facts:
     config = llm.config
-    checkpoint = f"{__version__}-{fingerprint(resolve(config.model))}"
+    checkpoint = f"{__version__}-{Checkpoint.open(config.model).fingerprint()}"
     return Facts(
         **vars(EngineFacts.of(llm.engine)),
         checkpoint=checkpoint,

@@ -24,8 +24,7 @@ from forerun.engine.client import ClosedError, EngineClient
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
 from forerun.models.files.inventory import StoredModel, here, on_disk
-from forerun.models.files.open import quick_config, resolve, weight_sizes
-from forerun.models.text.generation_config import model_settings
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.text.infill import Infill
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.errors import ApiError
@@ -295,7 +294,8 @@ class Library(Models):
         return known
 
     def _facts(self, model: StoredModel) -> Facts:
-        config, tokenizer = quick_config(model.path), load_tokenizer(str(model.path))
+        opened, tokenizer = Checkpoint.at(model.path), load_tokenizer(str(model.path))
+        config = opened.config
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         return Facts(
             name=model.name, size=model.size, modified=model.path.stat().st_mtime,
@@ -303,7 +303,7 @@ class Library(Models):
             quantization=_kind(model),
             max_model_len=self.engine.get("max_model_len") or context or 0,
             chat_template=getattr(tokenizer, "chat_template", None), fills=Infill(tokenizer).usable,
-            thinks="reasoning_parser" in self.engine, sampling=model_settings(model.path),
+            thinks="reasoning_parser" in self.engine, sampling=opened.sampling,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ in memory
@@ -498,7 +498,7 @@ def not_loaded(name: str, error: ForerunError) -> ApiError:
 
 def expected_bytes(name: str) -> int:
     """Bytes of a stored model's weights, and of those that ``auto`` drafts with. Raises ModelError."""
-    return sum(weight_sizes(path)[0] for path in (here(name), *_drafts(choose(name))))
+    return sum(Checkpoint.at(path).weight_sizes()[0] for path in (here(name), *_drafts(choose(name))))
 
 
 def _drafts(config: Mapping[str, Any]) -> list[Path]:

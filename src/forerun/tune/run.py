@@ -23,10 +23,9 @@ from forerun.measure.rounds import EngineContender
 from forerun.measure.search import Race
 from forerun.models.files.checkpoint import read_object
 from forerun.models.files.inventory import here
-from forerun.models.files.open import read_config, resolve, weight_sizes
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks
 from forerun.models.load import sharing
-from forerun.models.weights import sanity
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.tune.config import PairConfig
 from forerun.tune.data import held_out_prompts
@@ -97,7 +96,7 @@ def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -
     if config.threads:
         torch.set_num_threads(config.threads)
     here(config.draft)
-    sanity.require_decoder(read_config(resolve(config.model)), resolve(config.model), "forerun tune")
+    Checkpoint.open(config.model).require_decoder("forerun tune")
     hidden = None if config.progress else True  # None: without a terminal
     with sharing() as loaded, tqdm(total=round(60 * config.minutes), desc="tuning, seconds", disable=hidden) as bar:
         return _Search(config, say, bar, loaded).run()
@@ -108,7 +107,7 @@ class _Search:
         """``loaded``: draft models that engines share (``models.load.sharing``)."""
         self.config, self.say, self.bar, self.loaded = config, say, bar, loaded
         self.began, self.seconds = time.monotonic(), dict[str, float]()
-        context = read_config(resolve(config.model)).get_text_config().max_position_embeddings
+        context = Checkpoint.open(config.model).config.get_text_config().max_position_embeddings
         max_len = min(MAX_PROMPT + config.answer, context)
         self.llm = LLM(
             config.model,
@@ -170,13 +169,13 @@ class _Search:
         info = self.llm.model.info
         if not blocks.can(info.dtype, info.device):
             return ["none"]
-        small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
+        small = Checkpoint.open(self.config.draft).weight_sizes()[0] <= LARGE
         return ["int8_rows", "none", *BLOCK_FORMATS[:2]] if small else [BLOCK_FORMATS[0], "none", *BLOCK_FORMATS[1:]]
 
     def _vocabularies(self, formats: Race, best: int) -> list[int]:
         """Other sizes of the draft vocabulary that are tried, for a large draft."""
         drafter = _drafter(formats.contenders[best])
-        outputs = read_config(resolve(self.config.draft)).get_text_config().vocab_size
+        outputs = Checkpoint.open(self.config.draft).config.get_text_config().vocab_size
         outputs = min(outputs, drafter.context.sampler.vocab_size)
         large = drafter.model.info.weight_bytes > LARGE
         sizes = [size for size in DRAFT_VOCABULARIES if large and 2 * size <= outputs]

@@ -5,12 +5,12 @@ import shutil
 import subprocess
 import sys
 
-from forerun.models.files.open import fingerprint, quick_config
+from forerun.models.files.open import Checkpoint
 
 COUNT = """
 import collections, sys
 from forerun import LLM
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint
 
 opened = collections.Counter()
 
@@ -32,7 +32,7 @@ assert [opened[f"{name}/config.json"] for name in ("target", "draft")] == [1, 1]
 packages = {name: number for name, number in opened.items() if name.endswith("/entry_points.txt")}
 assert max(packages.values(), default=0) <= 2, max(packages.values())
 before = opened["target/model.safetensors"]
-assert len({fingerprint(resolve("forerun:target")) for _ in range(3)}) == 1
+assert len({Checkpoint.open("forerun:target").fingerprint() for _ in range(3)}) == 1
 assert opened["target/model.safetensors"] <= before + 1
 """
 
@@ -45,13 +45,13 @@ def test_loading_reads_each_config_once():
 def test_what_is_kept_follows_the_files(tiny_target, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_target, folder)
-    before, config = fingerprint(folder), quick_config(folder)
+    before, config = Checkpoint.at(folder).fingerprint(), Checkpoint.at(folder).config
     config.vocab_size += 1  # the caller's own
-    assert quick_config(folder).vocab_size == config.vocab_size - 1
+    assert Checkpoint.at(folder).config.vocab_size == config.vocab_size - 1
     path, weights = folder / "config.json", folder / "model.safetensors"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 77}))
-    assert quick_config(folder).max_position_embeddings == 77
+    assert Checkpoint.at(folder).config.max_position_embeddings == 77
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert fingerprint(folder) != before
+    assert Checkpoint.at(folder).fingerprint() != before

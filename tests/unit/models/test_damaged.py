@@ -14,7 +14,7 @@ from damage import CONFIG, DAMAGES, SCHEMES, edit
 from described import save_described
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
 from forerun.models.architectures.spec import refusal
-from forerun.models.files.open import eos_ids, read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.load import load_model, parse_dtype
 from tiny import save_checkpoint, tiny_llama
 
@@ -131,8 +131,9 @@ def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
             continue  # some are made of others, and have no defaults
         (tmp_path / CONFIG).write_text(json.dumps({**given, "model_type": kind}, default=str))
         try:
-            config = read_config(tmp_path)
-            refusal(config), eos_ids(tmp_path, config), parse_dtype("auto", config)
+            opened = Checkpoint.at(tmp_path)
+            config = opened.transformers_config()
+            refusal(config), opened.eos_ids, parse_dtype("auto", config)
             read += 1
         except ForerunError as error:
             messages.append(str(error))

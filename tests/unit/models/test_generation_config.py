@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from forerun.core.errors import ModelError
-from forerun.models.text.generation_config import model_settings
+from forerun.models.files.open import Checkpoint
 from refusals import refused
 
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -22,11 +22,11 @@ OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def test_json_is_read_as_transformers_does(tmp_path, written):
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     theirs = GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
-    assert model_settings(tmp_path) == {name: theirs[name] for name in OPTIONS if theirs.get(name) is not None}
+    assert Checkpoint.at(tmp_path).sampling == {name: theirs[name] for name in OPTIONS if theirs.get(name) is not None}
 
 
 def test_a_folder_without_the_file_sets_nothing(tmp_path):
-    assert model_settings(tmp_path) == {}
+    assert Checkpoint.at(tmp_path).sampling == {}
 
 
 def test_gguf_keys(tmp_path):
@@ -42,7 +42,7 @@ def test_gguf_keys(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     expected = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.0, "top_k": 20, "repetition_penalty": 1.1}
-    assert model_settings(path) == expected
+    assert Checkpoint.at(path).sampling == expected
 
 
 @pytest.mark.parametrize(("written", "words"), [
@@ -54,4 +54,4 @@ def test_gguf_keys(tmp_path):
 ])  # fmt: skip
 def test_damaged_settings_are_one_line(tmp_path, written, words):
     (tmp_path / "generation_config.json").write_text(written)
-    refused(ModelError, words, model_settings, tmp_path)
+    refused(ModelError, words, lambda: Checkpoint.at(tmp_path).sampling)

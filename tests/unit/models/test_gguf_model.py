@@ -11,7 +11,7 @@ from forerun.core.errors import ConfigError, ForerunError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.families import LLAMA
 from forerun.models.files.gguf import GGUFFile
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks, error
 from forerun.models.kinds import BLOCKS
 from forerun.models.run.hf import read_module
@@ -60,7 +60,7 @@ def test_packed_weights_stay_as_they_are(tmp_path, kinds, width, layout):
     info = llm.model.info
     assert llm.model.fused is not None
     assert layout is None or info.path == f"native, {layout}"
-    exact = read_module(path, read_config(path), torch.float32, attention=None)
+    exact = read_module(Checkpoint.at(path), torch.float32, attention=None)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
     drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=expected)[0] for expected in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -118,7 +118,7 @@ def test_a_dtype_as_quantization_is_that_dtype(tmp_path):
 @pytest.mark.parametrize(("model_path", "weights"), [("hf", "auto"), ("native", "plain")])
 def test_without_kernels_weights_are_dequantized(tmp_path, model_path, weights):
     path = write_model(tmp_path / "model.gguf")
-    exact = read_module(path, read_config(path), torch.float32, attention=None)
+    exact = read_module(Checkpoint.at(path), torch.float32, attention=None)
     llm = LLM(str(path), model_path=model_path, weights=weights, dtype="float32")
     assert llm.model.info.path.startswith(f"{model_path}, plain" if weights == "plain" else model_path)
     expected = exact.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -241,7 +241,7 @@ def test_ends_of_turns_are_known_by_their_text(tmp_path, end):
 ])  # fmt: skip
 def test_linear_scaling_is_read_as_llama_cpp_does(tmp_path, keys, factor):
     path = write_model(tmp_path / "model.gguf", {f"llama.rope.{key}": value for key, value in keys.items()})
-    result = read_config(path).rope_parameters
+    result = Checkpoint.at(path).transformers_config().rope_parameters
     assert result["rope_type"] == ("default" if factor is None else "linear")
     assert result.get("factor") == factor
 

@@ -20,7 +20,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.spec import bind
-from forerun.models.files.open import CachedConfig, quick_config, read_config
+from forerun.models.files.open import CachedConfig, Checkpoint
 from forerun.models.formats import blocks, error
 from forerun.models.load import load_model
 from forerun.models.run.hf import read_module
@@ -90,9 +90,9 @@ def test_numbers_are_read_and_computed_as_llama_cpp_does(opened, case):
     assert model.info.path.startswith("native")
     assert same(case, theirs["f32"], logits(model, [ids])[rows])
     if case in NATIVE:
-        refused(ModelError, "only the native path", read_module, path, read_config(path), torch.float32, attention=None)
+        refused(ModelError, "only the native path", read_module, Checkpoint.at(path), torch.float32, attention=None)
         return
-    module = read_module(path, read_config(path), torch.float32, attention=None).eval()
+    module = read_module(Checkpoint.at(path), torch.float32, attention=None).eval()
     with torch.inference_mode():
         assert same(case, theirs["f32"], module(torch.tensor([ids])).logits[0][rows])
 
@@ -140,11 +140,13 @@ SOME = [True, False, True, True, False, True]
     ],
 )
 def test_what_other_files_say_is_read(edited, case, changes, name, expected):
-    assert getattr(read_config(edited(case, changes)), name) == expected
+    assert getattr(Checkpoint.at(edited(case, changes)).transformers_config(), name) == expected
 
 
 def test_a_gemma_may_stretch_its_whole_layers(edited):
-    config = read_config(edited("gemma3", {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}))
+    config = Checkpoint.at(
+        edited("gemma3", {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0})
+    ).transformers_config()
     ropes = config.rope_parameters
     assert (ropes["full_attention"]["rope_type"], ropes["full_attention"]["factor"]) == ("linear", 8.0)
     assert ropes["sliding_attention"]["rope_type"] == "default"
@@ -168,7 +170,7 @@ def test_every_scaling_with_parts_of_heads(opened, edited, case, name, width, pa
     """Against transformers' module with rotary parameters written by hand."""
     _, ids, _, _ = opened(case, "f32")
     path, rotated = edited(case, {f"{name}.rope.{key}": value for key, value in SCALINGS[kind].items()}), width * part
-    module = read_module(path, read_config(path), torch.float32, attention=None).eval()
+    module = read_module(Checkpoint.at(path), torch.float32, attention=None).eval()
     rope = {"rope_type": kind, "rope_theta": module.config.rope_parameters["rope_theta"], **STRETCHED, **BANDS}
     module.config.rope_parameters = {**rope, "partial_rotary_factor": part}
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu")
@@ -189,7 +191,7 @@ def test_queries_grow_without_yarn_too(opened, edited, stated, length):
     kept = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")
     changes = {f"mistral3.rope.scaling.{key}": None for key in kept}
     path = edited("ministral3", {**changes, **stated})
-    config = read_config(path)
+    config = Checkpoint.at(path).transformers_config()
     assert config.rope_parameters["rope_type"] == "default"
     assert config.rope_parameters["llama_4_scaling_beta"] > 0
     assert config.max_position_embeddings == 256
@@ -244,9 +246,9 @@ def test_layers_are_compared_with_the_tensors_before_a_config_is_made_of_them(ed
 def test_the_second_start_has_the_same_config(tmp_path, opened, monkeypatch, case):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     path = opened(case, "f32")[0]
-    expected = read_config(path)
+    expected = Checkpoint.at(path).transformers_config()
     for _ in range(2):
-        config = quick_config(path)
+        config = Checkpoint(path).config
         assert isinstance(config, CachedConfig)
         assert bind(config) == bind(expected)
         for name, value in expected.to_dict().items():
@@ -255,7 +257,7 @@ def test_the_second_start_has_the_same_config(tmp_path, opened, monkeypatch, cas
 
 
 def test_frequencies_that_transformers_computes_keep_its_config(opened):
-    assert not isinstance(quick_config(opened("llama", "f32")[0]), CachedConfig)
+    assert not isinstance(Checkpoint.at(opened("llama", "f32")[0]).config, CachedConfig)
 
 
 START = """

@@ -7,7 +7,7 @@ import pytest
 
 from forerun import LLM, ModelError, SamplingParams
 from forerun.models.files.gguf import GGUFFile, shards_of
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from gguf_files import finish, write_model
 from refusals import refused
 
@@ -58,11 +58,11 @@ def test_parts_are_the_model(whole, tmp_path):
 
 def test_every_part_counts_for_the_fingerprint(whole, tmp_path):
     first = split(whole, tmp_path)
-    before, last = fingerprint(first), shards_of(first)[-1]
+    before, last = Checkpoint.at(first).fingerprint(), shards_of(first)[-1]
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
-    assert fingerprint(first) != before
+    assert Checkpoint.at(first).fingerprint() != before
 
 
 def test_a_part_that_is_missing(whole, tmp_path):

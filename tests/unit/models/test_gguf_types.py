@@ -13,7 +13,7 @@ from gguf import dequantize
 from forerun import LLM
 from forerun.cli.main import run
 from forerun.measure.environment import logits
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks, error, gguf_types
 from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.gguf_types import EXPANDED, PACKED, sizes
@@ -121,7 +121,7 @@ def test_a_file_of_mixed_types_has_one_result_among_1_to_512_rows(tmp_path, kind
     expected = logits(llm.model, [ids])
     for rows in (*range(1, 34), 48, 63, 64, 65, 100, 128, 255, 256, 257, 400, 511):
         assert torch.equal(logits(llm.model, [ids[:rows]]), expected[:rows])
-    exact, rounded = (read_module(path, read_config(path), torch.float32, attention=None) for _ in range(2))
+    exact, rounded = (read_module(Checkpoint.at(path), torch.float32, attention=None) for _ in range(2))
     rounded_inputs(rounded, 256)  # the longest blocks here
     with torch.inference_mode():
         true, usual = (module(torch.tensor([ids])).logits[0] for module in (exact, rounded))
@@ -135,7 +135,7 @@ def test_a_model_in_any_type(tmp_path, kind, caplog):
     that of 256 inputs."""
     kinds = {"norm": Kinds.F32, "blk": Kinds[kind.upper()], "token": Kinds[kind.upper()]}
     path = write_model(tmp_path / "model.gguf", kinds=kinds, width=256)
-    exact, *rounded = (read_module(path, read_config(path), torch.float32, attention=None) for _ in range(3))
+    exact, *rounded = (read_module(Checkpoint.at(path), torch.float32, attention=None) for _ in range(3))
     ids = [*range(3, 40)]
     with torch.inference_mode():
         expected = exact(torch.tensor([ids])).logits[0]

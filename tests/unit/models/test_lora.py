@@ -17,7 +17,7 @@ from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.cli.main import run
 from forerun.engine.tuned import load, save
 from forerun.measure.environment import logits
-from forerun.models.files.open import fingerprint
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun.models.weights.lora import parse, read
@@ -191,9 +191,9 @@ def test_fingerprints_tell_adapters_apart(tiny_target, tmp_path):
     adapter(tmp_path / "b", tiny_target, 1)
     adapter(tmp_path / "c", tiny_target, lora_alpha=16)
     cases = [None, "a", "a=0.5", "b", "c"]
-    marks = {fingerprint(Path(tiny_target), case and str(tmp_path / case)) for case in cases}
+    marks = {Checkpoint.at(Path(tiny_target)).fingerprint(case and str(tmp_path / case)) for case in cases}
     assert len(marks) == len(cases)
-    assert fingerprint(Path(tiny_target), ()) == fingerprint(Path(tiny_target))
+    assert Checkpoint.at(Path(tiny_target)).fingerprint(()) == Checkpoint.at(Path(tiny_target)).fingerprint()
     (tmp_path / "tuned").mkdir()
     save(tmp_path / "tuned", tiny_target, {"method": "ngram"}, [])
     assert load(tmp_path / "tuned", tiny_target) == {"method": "ngram"}

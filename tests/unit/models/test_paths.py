@@ -11,7 +11,7 @@ import pytest
 from forerun import LLM, ConfigError, SamplingParams, drafters
 from forerun.core.errors import ModelError
 from forerun.engine import tuned
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun_lab.heads.adapt import Adaptation
 from forerun_lab.tune import choose
@@ -145,4 +145,4 @@ def test_a_config_names_no_other_config(tmp_path, tiny_target):
     config = json.loads((own / "config.json").read_text("utf-8"))
     (tmp_path / "config.4.0.0.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
     (own / "config.json").write_text(json.dumps(config | {"configuration_files": ["../config.4.0.0.json"]}), "utf-8")
-    refused(ModelError, r"names other files \(configuration_files\)", read_config, own)
+    refused(ModelError, r"names other files \(configuration_files\)", Checkpoint.at(own).transformers_config)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from damage import CONFIG, edit
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
-from forerun.models.files.open import open_files, read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks, error
 from forerun.models.load import load_model
 from forerun.models.weights.layout import as_blocks
@@ -184,7 +184,7 @@ def write(folder, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_the_values_are_those_that_were_written(tmp_path, name):
     meant = write(tmp_path, name)
-    result = transform(open_files(tmp_path, packed=True), read_config(tmp_path))
+    result = transform(Checkpoint.at(tmp_path).files(packed=True), Checkpoint.at(tmp_path).config)
     for tensor, expected in meant.items():
         assert torch.equal(result.values(tensor)[:], expected), tensor
         assert torch.equal(result.values(tensor)[3:7], expected[3:7])
@@ -195,7 +195,8 @@ def test_the_layers_hold_them(tmp_path, name):
     """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
     meant = write(tmp_path / "packed", name)
     path = EVERY[name][2]
-    result = transform(open_files(tmp_path / "packed", packed=True), read_config(tmp_path / "packed"))
+    opened = Checkpoint.at(tmp_path / "packed")
+    result = transform(opened.files(packed=True), opened.config)
     for tensor, expected in meant.items():
         held = as_blocks(result.values(tensor))
         if held is None:

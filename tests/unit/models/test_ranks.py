@@ -22,7 +22,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.architectures.spec import bind
-from forerun.models.files.open import open_files, read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats.base import size
 from forerun.models.formats.tiled import can_tile
 from forerun.models.load import load_model
@@ -86,8 +86,8 @@ def checkpoint(described):
 
 def two(folder, dtype=torch.float32, weights="auto"):
     """Both ranks' models."""
-    config, swap, asked = read_config(folder), Swap(), requested(dtype, invariant=True, weights=weights)
-    weights = transform(open_files(folder), config)
+    config, swap, asked = Checkpoint.at(folder).config, Swap(), requested(dtype, invariant=True, weights=weights)
+    weights = transform(Checkpoint.at(folder).files(), config)
     models = [NativeModel(config, weights, asked, Thread(rank, swap)) for rank in range(2)]
     models[1].tiles = models[0].tiles
     return models
@@ -208,7 +208,8 @@ def test_each_rank_asks_for_its_part(checkpoint):
     routers = sum(layer.experts.router.nbytes for layer in one._layers)
     assert size(one.linears()) + routers == pytest.approx(sum(size(model.linears()) for model in ranks), rel=0.01)
     assert [model.info.kv_shapes[0].heads for model in (one, *ranks)] == [2, 1, 1]
-    config, weights = read_config(folder), Noting(open_files(folder), read_config(folder))
+    config = Checkpoint.at(folder).config
+    weights = Noting(Checkpoint.at(folder).files(), config)
     NativeModel(config, weights, requested(invariant=True), Thread(1, Swap()))
     experts = {int(name.split(".experts.")[1][0]) for name in weights.asked if ".experts." in name}
     assert experts == {2, 3}
@@ -271,7 +272,7 @@ def test_layers_with_state_are_split_by_heads_and_channels(hybrid_folder, name, 
     folder = hybrid_folder(name)
     one, ranks = load_model(folder, invariant=True), two(folder, weights=weights)
     expected, got = rounds(one), together(ranks, rounds)
-    limit = condition(load_model(folder, invariant=False, weights="plain")) * bound(read_config(folder))
+    limit = condition(load_model(folder, invariant=False, weights="plain")) * bound(Checkpoint.at(folder).config)
     assert apart(got, expected) < limit
     assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8))
     whole, parts = (sum(map(numbers_of, model.info.state_shapes)) for model in (one, ranks[1]))

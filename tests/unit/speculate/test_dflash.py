@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from drafting import drafts_of, first_draft
 from forerun import LLM, ForerunError, SamplingParams
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.speculate.draft.heads.dflash import DFlash, DFlashHead
 from forerun.speculate.draft.heads.head import Sizes
 from refusals import refused
@@ -59,7 +59,7 @@ def random_weights(size, vocabulary, taps, kind, seed=0):
 
 
 def config_of(target, kind, **more):
-    text = read_config(target).get_text_config()
+    text = Checkpoint.at(target).config.get_text_config()
     config = {
         "hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,

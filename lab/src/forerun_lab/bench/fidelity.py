@@ -23,7 +23,7 @@ from forerun.core.errors import ForerunError
 from forerun.measure.environment import logits, processor
 from forerun.measure.page import markdown
 from forerun.models import formats
-from forerun.models.files.open import read_config, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.load import load_model
 from forerun.models.run.hf import read_module
 from forerun.models.text.tokenizer import load_tokenizer
@@ -92,7 +92,7 @@ class Exact:
 
     def __init__(self, model: str) -> None:
         path = resolve(model)
-        self.module = read_module(path, read_config(path), torch.float32, attention="sdpa").eval()
+        self.module = read_module(Checkpoint.at(path), torch.float32, attention="sdpa").eval()
 
     @torch.inference_mode()
     def logits(self, window: Sequence[int]) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.rounds import Contender, Measured
-from forerun.models.files.open import read_config, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.gguf import write_gguf
@@ -142,7 +142,7 @@ def outside_contenders(peer: str, runs: str | None, llm: LLM, sequences: int, co
     path = resolve(llm.config.model)
     folder = tempfile.TemporaryDirectory(prefix="forerun-peer-")
     if path.is_file() and peer not in NEEDS_GGUF:
-        module = read_module(path, read_config(path), torch.bfloat16, attention=None)
+        module = read_module(Checkpoint.at(path), torch.bfloat16, attention=None)
         module.save_pretrained(folder.name)
         path = Path(folder.name)
     elif not path.is_file() and peer in NEEDS_GGUF:

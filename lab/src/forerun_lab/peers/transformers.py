@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCr
 
 from forerun.engine.llm import LLM
 from forerun.measure.rounds import Contender, Measured
-from forerun.models.files.open import read_config, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.run.base import ModelInfo
 from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
@@ -87,7 +87,7 @@ def transformers_contenders(llm: LLM, draft: str | None) -> list[Contender]:
     def load(name: Any) -> Any:
         path, dtype = resolve(name), info.dtype
         if path.is_file():  # GGUF, which transformers dequantizes too, but not to the last bit alike
-            return read_module(path, read_config(path), dtype, attention=None).to(info.device)
+            return read_module(Checkpoint.at(path), dtype, attention=None).to(info.device)
         kind: Any = AutoModelForCausalLM if info.encoder is None else AutoModelForSeq2SeqLM
         return kind.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False).to(info.device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.engine.llm import LLM
 from forerun.measure.prompts import held_out_files, standard_library
-from forerun.models.files.open import read_config, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
@@ -61,8 +61,7 @@ def _written(tokens: int, temperature: float) -> Iterator[tuple[list[int], int]]
 
 
 def _module(name: str) -> torch.nn.Module:
-    folder = resolve(name)
-    module = read_module(folder, read_config(folder), torch.float32, attention=None)
+    module = read_module(Checkpoint.open(name), torch.float32, attention=None)
     module.eval()
     return module
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun_lab.train.config import RunConfig
 from forerun_lab.train.corpus import describe
 
@@ -54,7 +54,10 @@ def _marks(config: RunConfig, method: str, data: Iterable[str | Tensor], target:
     """Every property that must not change: as it is shown, and as it is compared."""
     result = {"method": [method, method]}
     if target is not None:
-        result["target"] = [str(getattr(config, "target", None) or "forerun:target"), fingerprint(target)]
+        result["target"] = [
+            str(getattr(config, "target", None) or "forerun:target"),
+            Checkpoint.at(target).fingerprint(),
+        ]
     for key, value in config.recipe().items():
         if key not in MAY_CHANGE:
             given = getattr(config, key)
@@ -68,7 +71,11 @@ def _mark(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(_mark, value))
     if isinstance(value, Path):
-        return hashlib.sha256(value.read_bytes()).hexdigest()[:16] if value.is_file() else fingerprint(resolve(value))
+        return (
+            hashlib.sha256(value.read_bytes()).hexdigest()[:16]
+            if value.is_file()
+            else Checkpoint.open(value).fingerprint()
+        )
     return str(value)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
-from forerun.models.files.open import fingerprint, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.heads.training import weights
@@ -110,7 +110,10 @@ def train_joint(config: JointConfig) -> Path:
         "recipe": config.recipe(),
     }
     folder = save_model(model.target, material.tokenizer, config.out / "target", record)
-    model.head.save(config.out / "head", {"target": str(folder), "target_fingerprint": fingerprint(folder), **trained})
+    model.head.save(
+        config.out / "head",
+        {"target": str(folder), "target_fingerprint": Checkpoint.at(folder).fingerprint(), **trained},
+    )
     return config.out
 
 

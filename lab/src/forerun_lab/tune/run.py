@@ -23,9 +23,8 @@ from forerun.core.errors import ConfigError, one_line
 from forerun.engine import tuned
 from forerun.engine.auto import known_drafter
 from forerun.engine.llm import LLM
-from forerun.models.files.open import fingerprint, read_config, resolve
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import int8
-from forerun.models.weights import sanity
 from forerun.speculate.draft import datastore, drafters
 from forerun_lab.tune import choose, loop
 from forerun_lab.tune.choose import page
@@ -68,13 +67,13 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         torch.set_num_threads(config.threads)
     config = replace(config, out=config.out.absolute())  # the chosen config names it, and is saved
     data = read(config.data)
-    folder = resolve(config.model)
-    sanity.require_decoder(read_config(folder), folder, "forerun tune")
+    opened = Checkpoint.open(config.model)
+    opened.require_decoder("forerun tune")
     for name in config.train:
-        KINDS[name].require(read_config(folder).get_text_config())
+        KINDS[name].require(opened.config.get_text_config())
     marks = {
         "version": VERSION,
-        "model": fingerprint(folder),
+        "model": opened.fingerprint(),
         "data": hashlib.sha256(json.dumps([data.turns, data.paragraphs]).encode()).hexdigest()[:16],
         "quantization": config.quantization,
         "rows": config.rows,
@@ -93,7 +92,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         say(state.results["alone"]["why"])
         config = replace(config, train=(), cpu_minutes=None)
     elif state.lacking(config.train):
-        _train(config, folder, state, run, say)
+        _train(config, opened, state, run, say)
     compared = [list(config.train), str(config.out), known]
     if state.results.get("compared") != compared:
         state.forget("choose", "check")
@@ -161,7 +160,7 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
 def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
     """Stage 1: the model writes text, or reads given text, for its fraction of the time. If the time is too short for
     training, it writes nothing, and the result ``alone`` says so."""
-    text = read_config(resolve(config.model)).get_text_config()
+    text = Checkpoint.open(config.model).config.get_text_config()
     layers = feature_layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": HiddenStateRecorder.name, "layers": layers}
@@ -300,16 +299,16 @@ def _announce(
         )
 
 
-def _train(config: TuneConfig, folder: Path, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
+def _train(config: TuneConfig, opened: Checkpoint, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
     """Stage 2: initialise each draft from the target and train it for its fraction of the time; the better of both is
     kept."""
-    target, tokenizer = load_target(folder)
+    target, tokenizer = load_target(opened.path)
     train, test = Features(run / "text", config.seed), Features(run / "held")
     if not train.spans or not test.spans:
         raise ConfigError("the model ended every text at once: there is nothing to learn from")
     ids = draft_vocabulary(target, train, config.rows)
     trainer = Trainer(target, train, test, ids)
-    metadata = {"target": config.model, "target_fingerprint": fingerprint(folder)}
+    metadata = {"target": config.model, "target_fingerprint": opened.fingerprint()}
     clock = time.process_time if config.cpu_minutes else time.monotonic
     for name in state.lacking(config.train):
         first, kind = run / f"{name}.pt", KINDS[name]

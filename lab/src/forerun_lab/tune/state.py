@@ -14,10 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import replace_with
-from forerun.models.files.open import read_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.run.hf import read_module
 from forerun.models.text.tokenizer import load_tokenizer
-from forerun.models.weights import sanity
 
 
 class TuneState:
@@ -88,9 +87,9 @@ class TuneState:
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
     ModelError."""
-    config = read_config(folder)
-    sanity.require_decoder(config, folder, "forerun train")
-    target, tokenizer = read_module(folder, config, torch.bfloat16, attention=None), load_tokenizer(folder)
+    opened = Checkpoint.at(folder)
+    opened.require_decoder("forerun train")
+    target, tokenizer = read_module(opened, torch.bfloat16, attention=None), load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer

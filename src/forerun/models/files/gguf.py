@@ -12,7 +12,6 @@ import struct
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -355,23 +354,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file, or all shards of the model that it belongs to. Headers are read once while the files stay the same.
-
-    Raises ModelError as ``GGUFFile`` and ``add_shards`` do.
-    """
-    versions = []
-    for shard in shards_of(path):
-        try:
-            result = shard.stat()
-            versions.append((result.st_mtime_ns, result.st_size))
-        except OSError as error:
-            if shard == path:
-                raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return _open_cached(path, tuple(versions))
-
-
-@lru_cache(maxsize=2)
-def _open_cached(path: Path, versions: tuple[tuple[int, int], ...]) -> GGUFFile:
+    """The file, or all shards of the model that it belongs to. Raises ModelError as ``GGUFFile`` and ``add_shards``
+    do."""
     result = GGUFFile(path)
     if result.metadata.get(SHARD_COUNT, 1) in (0, 1):
         return result

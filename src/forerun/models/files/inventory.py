@@ -13,8 +13,8 @@ from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
 from forerun.models.files import fetch, hub
 from forerun.models.files.fetch import KNOWN, model_file, named, num_fetched_parts, partial_file
-from forerun.models.files.gguf import DRAFTERS, NO_MODEL, SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
-from forerun.models.files.open import open_files, quick_config, resolve
+from forerun.models.files.gguf import DRAFTERS, NO_MODEL, SUFFIX, GGUFFile, is_gguf, shards_of
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.text.tokenizer import read_vocabulary
@@ -110,8 +110,8 @@ def known_name(model: str | Path) -> str | None:
     if model.startswith(hub.PREFIX):
         return named(hub.parse(model).repository.rpartition("/")[2])
     path = expanded(model)
-    if is_gguf(path) and path.is_file():
-        return named(str(open_gguf(path).metadata.get("general.name", "")))
+    if path.is_file() and (file := Checkpoint.at(path).gguf) is not None:
+        return named(str(file.metadata.get("general.name", "")))
     repository = path.parents[1].name if path.parent.name == "snapshots" else path.name  # of the hub's cache
     return named(repository.rpartition("--")[2])
 
@@ -132,9 +132,9 @@ def here(name: str) -> Path:
 def describe(name: str) -> dict[str, Any]:
     """What ``forerun show`` prints of a model on this machine. Raises ModelError."""
     path = here(name)
-    config = quick_config(path)
+    checkpoint = Checkpoint.at(path)
+    config, files = checkpoint.config, checkpoint.files(packed=True)
     text = config.get_text_config()
-    files = open_files(path, packed=True)
     if isinstance(files, GGUFFile):
         size = sum(shard.stat().st_size for shard in shards_of(path))
         kind = f"GGUF {_file_type(files.metadata.get('general.file_type'))}"

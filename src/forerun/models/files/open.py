@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,17 @@ from forerun.models.files import checkpoint, gguf, hub
 from forerun.models.files.fetch import KNOWN, fetched
 from forerun.models.weights import lora as adapter
 from forerun.models.weights import sanity
+from forerun.sampling.params import SamplingParams
 
 BUNDLED = "forerun:"
 Files = checkpoint.Safetensors | gguf.GGUFFile
 """Open files: ``tensors`` are descriptions by name, ``values(name)`` is one tensor."""
+GENERATION = "generation_config.json"
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
+"""Fields of ``SamplingParams`` and the GGUF keys that set them. In JSON, a key is named as its field."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """How much of each file a fingerprint is made of."""
 
@@ -69,43 +76,6 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
         raise ModelError(f"no folder {text!r} here{hint}, and {error}") from error
 
 
-def open_files(path: Path, *, packed: bool = False) -> Files:
-    """Open a GGUF file, or a folder, whose weights must be floating-point numbers unless ``packed``. Raises
-    ModelError."""
-    return gguf.open_gguf(path) if gguf.is_gguf(path) else checkpoint.Safetensors(path, packed=packed)
-
-
-def weight_sizes(folder: Path) -> tuple[int, int]:
-    """Bytes and number of a model's weights. Raises ModelError."""
-    tensors = open_files(folder, packed=True).tensors.values()
-    return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
-
-
-def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
-    """The files that hold a model's weights, those of its adapters included. Raises ModelError if there are none."""
-    result = gguf.shards_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not result:
-        raise ModelError(f"{folder} has no safetensors weights")
-    return result + [
-        folder / name for folder, _ in adapter.parse(lora) for name in (checkpoint.ADAPTER, adapter.WEIGHTS)
-    ]
-
-
-def fingerprint(folder: Path, lora: Sequence[str] | str | None = None, file_name: str | None = None) -> str:
-    """A hash of a model's weights: 16 hexadecimal digits, made of the size of each file and of samples of it. Adapters
-    and their weights count too.
-
-    Training changes every matrix, so it changes the fingerprint; so does another dtype, and another name of a file.
-    ``file_name``: what a renamed GGUF file was called. At most 256 KiB are read per file. Raises ModelError if there
-    are no weights or they cannot be read.
-    """
-    paths, weights = tuple(files(folder, lora)), [weight for _, weight in adapter.parse(lora)]
-    try:
-        return _fingerprint(paths, _versions(paths), f"{weights}\n" if weights else "", file_name)
-    except OSError as error:
-        raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
-
-
 def _versions(paths: Iterable[Path]) -> tuple[tuple[int, int], ...]:
     """When each file was written, and its size: what was read of them holds while these stay. Raises OSError."""
     return tuple((result.st_mtime_ns, result.st_size) for result in (path.stat() for path in paths))
@@ -136,28 +106,148 @@ class CachedConfig(SimpleNamespace):
         return json.dumps(vars(self), sort_keys=True)
 
 
-def quick_config(folder: Path) -> Any:
-    """``read_config``, or where the native path runs the model a ``CachedConfig`` with the same values. The files are
-    read once while they stay the same. Raises ModelError."""
-    path = folder if gguf.is_gguf(folder) else folder / checkpoint.CONFIG
-    return copy.deepcopy(_quick_config(folder, _versions([path] if path.is_file() else ())))
+class Checkpoint:
+    """A model's files, opened once: all that is known of it before its weights are laid out. Every member raises
+    ModelError for files that cannot be used."""
+
+    def __init__(self, path: Path, file: gguf.GGUFFile | None = None) -> None:
+        """``path``: a folder with safetensors, or a GGUF file, which may be open already."""
+        self.path = path
+        self.gguf = gguf.open_gguf(path) if file is None and gguf.is_gguf(path) else file
+
+    @classmethod
+    def open(cls, path_or_id: str | Path) -> Checkpoint:
+        """The model of a name, as ``resolve`` takes it."""
+        return cls.at(resolve(path_or_id))
+
+    @staticmethod
+    def at(path: Path) -> Checkpoint:
+        """The model of a path that ``resolve`` has found. What is read of its files holds while they stay the same."""
+        present = gguf.shards_of(path) if gguf.is_gguf(path) else [*path.glob("*.json"), *path.glob("*.safetensors")]
+        return _opened(path, _versions(each for each in present if each.is_file()))
+
+    def files(self, *, packed: bool = False) -> Files:
+        """The open tensors. A folder's weights must be floating-point numbers unless ``packed``."""
+        return self.gguf or checkpoint.Safetensors(self.path, packed=packed)
+
+    def weight_sizes(self) -> tuple[int, int]:
+        """Bytes and number of the weights."""
+        tensors = self.files(packed=True).tensors.values()
+        return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
+
+    def weight_files(self, lora: Sequence[str] | str | None = None) -> list[Path]:
+        """The files that hold the weights, those of adapters included; at least one."""
+        result = gguf.shards_of(self.path) if self.gguf is not None else sorted(self.path.glob("*.safetensors"))
+        if not result:
+            raise ModelError(f"{self.path} has no safetensors weights")
+        names = (checkpoint.ADAPTER, adapter.WEIGHTS)
+        return result + [folder / name for folder, _ in adapter.parse(lora) for name in names]
+
+    def fingerprint(self, lora: Sequence[str] | str | None = None, file_name: str | None = None) -> str:
+        """A hash of the weights: 16 hexadecimal digits, made of the size of each file and of samples of it. Adapters
+        and their weights count too.
+
+        Training changes every matrix, so it changes the fingerprint; so does another dtype, and another name of a file.
+        ``file_name``: what a renamed GGUF file was called. At most 256 KiB are read per file.
+        """
+        paths, weights = tuple(self.weight_files(lora)), [weight for _, weight in adapter.parse(lora)]
+        try:
+            return _fingerprint(paths, _versions(paths), f"{weights}\n" if weights else "", file_name)
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """The content of ``config.json``, or what a GGUF file's metadata give in its place."""
+        if self.gguf is not None:
+            return gguf_config.read_config(self.gguf)
+        path = self.path / checkpoint.CONFIG
+        raw = checkpoint.read_object(path)
+        sanity.check_given(raw, path)
+        sanity.check_depth(raw, path)
+        return raw
+
+    @property
+    def config(self) -> Any:
+        """``transformers_config``, or where the native path runs the model a ``CachedConfig`` with the same values. It
+        is the caller's own."""
+        return copy.deepcopy(self._config)
+
+    @cached_property
+    def _config(self) -> Any:
+        record = Record(
+            "configs", json.dumps(self.raw_config, sort_keys=True), version("transformers"), version("forerun")
+        )
+        values = record.read()
+        if not isinstance(values, dict):
+            config = self.transformers_config()
+            values = _json_values(config) if refusal(config) is None else None
+            if values is None:
+                return config
+            record.write(values)
+        return self._checked(CachedConfig(**values))
+
+    def transformers_config(self) -> Any:
+        """The config as an object of transformers."""
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        raw, path = self.raw_config, self.path if self.gguf is not None else self.path / checkpoint.CONFIG
+        with checkpoint.library(f"{path} cannot be used"), quiet():
+            if self.gguf is not None:
+                config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))
+            else:
+                config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
+            sanity.check_config(config, path)
+        return self._checked(_text_config(config))
+
+    def _checked(self, config: Any) -> Any:
+        """A config that does not ask for more than a GGUF file holds; a folder's is checked when its weights are."""
+        if self.gguf is not None:
+            sanity.check_fit(config, self.gguf.tensors, self.path)
+        return config
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of ``generation_config.json``; empty if there is none."""
+        path = self.path / GENERATION
+        return checkpoint.read_object(path) if path.is_file() else {}
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end a text: the generation config's, or else the config's."""
+        text, given = self._config.get_text_config(), self.generation.get("eos_token_id")
+        path = self.path if self.gguf is not None else self.path / (checkpoint.CONFIG if given is None else GENERATION)
+        return sanity.check_ids(getattr(text, "eos_token_id", None) if given is None else given, text.vocab_size, path)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of ``SamplingParams`` that the model sets, as vLLM takes them."""
+        given = self.generation
+        if self.gguf is not None:
+            values = {name: self.gguf.metadata.get(key) for name, key in SAMPLING_KEYS.items()}
+            given = {name: _shortest(value) for name, value in values.items()}
+        result = {name: given[name] for name in SAMPLING_KEYS if given.get(name) is not None}
+        try:
+            SamplingParams(**result)
+        except ConfigError as error:
+            source = self.path if self.gguf is not None else self.path / GENERATION
+            raise ModelError(f"{source} has unusable sampling settings: {error}") from None
+        return result
+
+    def require_decoder(self, command: str) -> None:
+        """Raises ModelError if a command that works on decoders gets an encoder-decoder."""
+        if sanity.has_encoder(self._config):
+            raise ModelError(f"{self.path} is an encoder-decoder, but {command} supports decoders only")
 
 
-@lru_cache(maxsize=8)
-def _quick_config(folder: Path, versions: tuple[tuple[int, int], ...]) -> Any:
-    raw = _raw_config(folder)
-    record = Record("configs", json.dumps(raw, sort_keys=True), version("transformers"), version("forerun"))
-    values = record.read()
-    if not isinstance(values, dict):
-        config = read_config(folder)
-        values = _json_values(config) if refusal(config) is None else None
-        if values is None:
-            return config
-        record.write(values)
-    config = CachedConfig(**values)
-    if gguf.is_gguf(folder):
-        sanity.check_fit(config, gguf.open_gguf(folder).tensors, folder)
-    return config
+@lru_cache(maxsize=4)
+def _opened(path: Path, versions: tuple[tuple[int, int], ...]) -> Checkpoint:
+    return Checkpoint(path)
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 of a GGUF file as it was written, 0.6 instead of 0.6000000238418579."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _json_values(config: Any) -> dict[str, Any] | None:
@@ -182,33 +272,6 @@ def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
     )
 
 
-def _raw_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's ``config.json``, or what a GGUF file's metadata give in its place. Raises ModelError."""
-    if gguf.is_gguf(folder):
-        return gguf_config.read_config(gguf.open_gguf(folder))
-    path = folder / checkpoint.CONFIG
-    raw = checkpoint.read_object(path)
-    sanity.check_given(raw, path)
-    sanity.check_depth(raw, path)
-    return raw
-
-
-def read_config(folder: Path) -> Any:
-    """A model's config as a transformers object. Raises ModelError."""
-    from transformers import AutoConfig
-
-    raw = _raw_config(folder)
-    if gguf.is_gguf(folder):
-        config = as_config(folder, raw)
-        sanity.check_fit(config, gguf.open_gguf(folder).tensors, folder)
-        return config
-    path = folder / checkpoint.CONFIG
-    with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        sanity.check_config(config, path)
-    return _text_config(config)
-
-
 def _text_config(config: Any) -> Any:
     """The decoder's part of a multimodal model's config, where a description covers that decoder."""
     text = config.get_text_config()
@@ -221,29 +284,6 @@ def _text_config(config: Any) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text
-
-
-def as_config(path: Path, raw: dict[str, Any]) -> Any:
-    """The config of a GGUF file as a transformers object. ``raw`` comes from ``gguf_config.read_config``. Raises
-    ModelError."""
-    from transformers import CONFIG_MAPPING
-
-    with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        sanity.check_config(config, path)
-    return config
-
-
-def eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Ids of the tokens that end a text: the generation config's, or else the config's. Raises ModelError."""
-    text = config.get_text_config()
-    if gguf.is_gguf(folder):
-        return sanity.check_ids(text.eos_token_id, text.vocab_size, folder)
-    path = folder / "generation_config.json"
-    result = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
-    if result is None:
-        path, result = folder / checkpoint.CONFIG, getattr(text, "eos_token_id", None)
-    return sanity.check_ids(result, text.vocab_size, path)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.states import States
 from forerun.core.errors import ForerunError, RankError
-from forerun.models.files.open import quick_config
+from forerun.models.files.open import Checkpoint
 from forerun.models.load import load_shard, of_rank
 from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, StatesFeed, Team
 from forerun.models.run.base import attention_over
@@ -81,7 +81,7 @@ def _serve(pipe: Connection) -> None:
     try:
         requested = of_rank(hello.requested, hello.rank)
         team.connect(hello.folder, requested.device)
-        model = load_shard(requested, quick_config(requested.folder), team)
+        model = load_shard(requested, Checkpoint.at(requested.folder), team)
     except ForerunError as error:
         _send(pipe, FAILED, str(error))
         return

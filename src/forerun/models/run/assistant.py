@@ -24,11 +24,10 @@ from forerun.core.batch import Batch, Output
 from forerun.core.config import COUNT
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.families import GEMMA4
-from forerun.models.architectures.gguf_config import read_config as read_metadata
 from forerun.models.architectures.spec import READS_TARGET, refusal
 from forerun.models.files.checkpoint import CONFIG, read_object
-from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
-from forerun.models.files.open import Files, as_config, open_files, read_config
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import Checkpoint, Files
 from forerun.models.formats import choose, make_linear
 from forerun.models.run.base import LoadRequest
 from forerun.models.run.native import NativeModel
@@ -41,8 +40,8 @@ SIZES = {"backbone_hidden_size": 1536, "num_centroids": 2048, "centroid_intermed
 
 def is_assistant(path: Path) -> bool:
     """Whether the folder or GGUF file ``path`` holds such a drafter."""
-    if is_gguf(path):
-        return open_gguf(path).metadata.get("general.architecture") == GGUF_KIND
+    if (file := Checkpoint.at(path).gguf) is not None:
+        return file.metadata.get("general.architecture") == GGUF_KIND
     config = path / CONFIG
     return config.is_file() and read_object(config).get("model_type") == KIND
 
@@ -78,10 +77,9 @@ class AssistantModel:
 
     def __init__(self, path: Path, target: NativeModel, ids: torch.Tensor | None, quantization: str | None) -> None:
         """``ids`` int64: the tokens that it predicts; None: all. Raises ModelError if it does not fit the target."""
-        info = target.info
-        file = _as_decoder(open_gguf(path)) if is_gguf(path) else None
-        text = read_config(path) if file is None else as_config(path, read_metadata(file))
-        sizes = _sizes(path)
+        info, opened = target.info, Checkpoint.at(path)
+        decoder = opened if opened.gguf is None else Checkpoint(path, _as_decoder(opened.gguf))
+        text, sizes = decoder.transformers_config(), _sizes(opened)
         setattr(text, READS_TARGET, True)
         text.final_logit_softcapping = None  # transformers has none here
         text.sliding_window += 1  # it counts from the position before the query
@@ -97,9 +95,9 @@ class AssistantModel:
                 f"{path} was trained for a target of hidden size {made_for[0]} and {made_for[1]} tokens; {info.name} "
                 f"has {info.hidden_size} and {info.vocab_size}"
             )
-        files, begin = open_files(path), "" if file is None else "nextn."
-        weights = transform(files if file is None else file, text)
-        ordered = file is None and read_object(path / CONFIG).get("use_ordered_embeddings")
+        files, begin = opened.files(), "" if opened.gguf is None else "nextn."
+        weights = transform(decoder.files(), text)
+        ordered = opened.gguf is None and opened.raw_config.get("use_ordered_embeddings")
         self.clusters = _clusters(path, text, sizes, files, info.dtype, info.device) if ordered else None
         self.ids = None if self.clusters is not None else ids
         requested = LoadRequest(
@@ -131,15 +129,15 @@ def _tensor(path: Path, files: Files, name: str, shape: tuple[int, ...]) -> torc
     return result
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    if is_gguf(path):
-        given = {"backbone_hidden_size": open_gguf(path).metadata.get(f"{GGUF_KIND}.embedding_length_out")}
+def _sizes(opened: Checkpoint) -> dict[str, int]:
+    if opened.gguf is not None:
+        given = {"backbone_hidden_size": opened.gguf.metadata.get(f"{GGUF_KIND}.embedding_length_out")}
     else:
-        given = read_object(path / CONFIG)
+        given = opened.raw_config
     result: dict[str, Any] = {name: given.get(name, usual) for name, usual in SIZES.items()}
     for name, value in result.items():
         if not COUNT.permits(value):
-            raise ModelError(f"{path} has {shown(value)} as {name}, not a positive integer")
+            raise ModelError(f"{opened.path} has {shown(value)} as {name}, not a positive integer")
     return result
 
 

@@ -86,6 +86,11 @@ class ModelInfo:
     sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The model's own sampling settings: fields of ``SamplingParams`` that requests get by default."""
 
+    @property
+    def sampling_line(self) -> str:
+        """``sampling`` for a message."""
+        return ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
+
     def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
         """The decoder's first tokens for a prompt, and the encoder's tokens; None if there is no encoder."""
         return (list(prompt), None) if self.encoder is None else (list(self.encoder.start), tuple(prompt))

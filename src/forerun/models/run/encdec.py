@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import formats
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SEQ2SEQ, SPARE, BlockNames, Seq2Seq, StackNames
-from forerun.models.files import checkpoint
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
 from forerun.models.run.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
@@ -324,10 +323,10 @@ class ModuleWeights:
         return self.tensors[one].data_ptr() == self.tensors[other].data_ptr()
 
 
-def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str, ranks: int) -> EncoderDecoder:
+def load_encoder_decoder(requested: LoadRequest, opened: Checkpoint, *, model_path: str, ranks: int) -> EncoderDecoder:
     """Load an encoder-decoder. With ``invariant`` None logits are bit-equal on CPU if possible, otherwise a warning
     says so; True raises ConfigError instead. Raises ConfigError for options that do not apply, and ModelError."""
-    folder, on_cpu = requested.folder, requested.device.type == "cpu"
+    folder, on_cpu = opened.path, requested.device.type == "cpu"
     if model_path == "hf":
         raise ConfigError(f"{folder} is an encoder-decoder, which only the native path supports: remove model_path")
     if requested.lora:
@@ -336,11 +335,12 @@ def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str
         raise ConfigError(
             f"tensor_parallel_size {ranks} splits decoders: encoder-decoders such as {folder} run in one process"
         )
-    if requested.dtype is torch.float16 and config.model_type != "bart":
-        raise ConfigError(f"{config.model_type} overflows float16: use float32 or bfloat16")
-    module: Any = read_module(folder, config, requested.dtype, attention="sdpa")
+    kind = opened.config.model_type
+    if requested.dtype is torch.float16 and kind != "bart":
+        raise ConfigError(f"{kind} overflows float16: use float32 or bfloat16")
+    module: Any = read_module(opened, requested.dtype, attention="sdpa")
     invariant = False if requested.invariant is None and not on_cpu else requested.invariant
-    spec, start = SEQ2SEQ[config.model_type](module.config, requested.max_model_len), _start(folder, module.config)
+    spec, start = SEQ2SEQ[kind](module.config, requested.max_model_len), _start(opened, module.config)
     model = EncoderDecoder(module.to(requested.device), spec, replace(requested, invariant=invariant), start)
     if invariant is None and not model.invariant:
         warnings.warn(
@@ -352,19 +352,17 @@ def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str
     return model
 
 
-def _start(folder: Path, config: Any) -> tuple[int, ...]:
+def _start(opened: Checkpoint, config: Any) -> tuple[int, ...]:
     """The tokens with which transformers' ``generate`` starts an answer: the start token and a forced one after it,
     from the generation config or else the config."""
-    path = folder / "generation_config.json"
-    given = checkpoint.read_object(path) if path.is_file() else {}
 
     def token_id(name: str) -> Any:
-        value = given.get(name)
+        value = opened.generation.get(name)
         return getattr(config, name, None) if value is None else value
 
     first, forced = token_id("decoder_start_token_id"), token_id("forced_bos_token_id")
     tokens = [token_id("bos_token_id") if first is None else first, *([] if forced is None else [forced])]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
-            raise ModelError(f"{folder} does not say what its decoder begins with: token id {shown(token)}")
+            raise ModelError(f"{opened.path} does not say what its decoder begins with: token id {shown(token)}")
     return tuple(tokens)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ from forerun.core.inference import inference
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.files import checkpoint
-from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
-from forerun.models.files.open import quiet
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import Checkpoint, quiet
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
@@ -338,32 +337,26 @@ class HFModel(TiledModel):
 
 
 def read_module(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    *,
-    attention: str | None = NAME,
-    lora: Sequence[str] | str | None = None,
+    opened: Checkpoint, dtype: torch.dtype, *, attention: str | None = NAME, lora: Sequence[str] | str | None = None
 ) -> PreTrainedModel:
     """The checkpoint as a transformers module, LoRA adapters merged. Weights come from safetensors files, or
     dequantized from a GGUF file. Raises ModelError."""
     adapters = adapter.read(lora)
-    read = _gguf_module if is_gguf(folder) else _checkpoint_module
-    module = read(folder, config, dtype, attention)
-    adapter.merge_into(module, adapters, str(folder))
+    read = _checkpoint_module if opened.gguf is None else _gguf_module
+    module = read(opened, opened.transformers_config(), dtype, attention)
+    adapter.merge_into(module, adapters, str(opened.path))
     return module
 
 
-def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    path = folder / checkpoint.CONFIG
+def _checkpoint_module(opened: Checkpoint, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    folder = opened.path
     packed = getattr(config, "quantization_config", None)
     if packed is not None:
         raise ModelError(
             f"{folder} holds weights quantized with {sanity.scheme(packed)}, which only the native path reads: that "
             "is not used here: take the checkpoint they were made from"
         )
-    tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
-    sanity.check_fit(config, tensors, path)
+    sanity.check_fit(config, opened.files().tensors, folder / checkpoint.CONFIG)
     hf_logging.disable_progress_bar()
     kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
     with checkpoint.library(f"{folder} cannot be loaded"), quiet():
@@ -386,8 +379,10 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     return module
 
 
-def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    weights = read_weights(open_gguf(path), config, dtype)
+def _gguf_module(opened: Checkpoint, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    path, file = opened.path, opened.gguf
+    assert file is not None
+    weights = read_weights(file, config, dtype)
     with checkpoint.library(f"{path} cannot be loaded"), quiet():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         keys = module.load_state_dict(weights, strict=False)

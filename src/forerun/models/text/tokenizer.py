@@ -12,8 +12,8 @@ from forerun.core.errors import ConfigError, ModelError, RequestError, check_tex
 from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.models.files.checkpoint import ADAPTER, library, read_object
-from forerun.models.files.gguf import is_gguf, open_gguf, refuse_pointer
-from forerun.models.files.open import quiet, resolve
+from forerun.models.files.gguf import refuse_pointer
+from forerun.models.files.open import Checkpoint, quiet, resolve
 from forerun.models.run.base import ModelInfo
 from forerun.models.text.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
 from forerun.models.weights.sanity import check_tokenizer
@@ -26,8 +26,8 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
     problem = f"{folder} has no usable tokenizer"
     with library(problem):
         tokenizer: Any
-        if is_gguf(folder):
-            tokenizer = make_tokenizer(open_gguf(folder).metadata, str(folder))
+        if (file := Checkpoint.at(folder).gguf) is not None:
+            tokenizer = make_tokenizer(file.metadata, str(folder))
         else:
             tokenizer = _from_folder(folder)
         tokenizer.decode(tokenizer.encode(""))  # what is added before and after a text may be damaged too
@@ -56,8 +56,8 @@ def _from_folder(folder: Path) -> Any:
 def read_vocabulary(path_or_id: str | Path) -> dict[str, int]:
     """The ids of a checkpoint's or a GGUF file's tokens. Raises ModelError."""
     folder = resolve(path_or_id)
-    if is_gguf(folder):  # to make its tokenizer takes a second
-        return vocabulary(open_gguf(folder).metadata, str(folder))
+    if (file := Checkpoint.at(folder).gguf) is not None:  # to make its tokenizer takes a second
+        return vocabulary(file.metadata, str(folder))
     return dict(load_tokenizer(folder).get_vocab())
 
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from forerun.models.architectures.drafters import MIMO, MTP_INPUT, gguf_names, m
 from forerun.models.architectures.spec import Spec
 from forerun.models.files.checkpoint import Safetensors
 from forerun.models.files.gguf import GGUFFile
-from forerun.models.files.open import open_files
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats.base import Rows
 from forerun.models.formats.blocks import Blocks
 from forerun.models.weights.transform import ChangedWeights, CheckpointWeights, GGUFWeights, Weights
@@ -45,20 +44,20 @@ class TensorWeights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read_mtp(path: Path, config: Any, most: int = 1) -> list[tuple[Any, Spec, Weights]]:
-    """The first modules for multi-token prediction in ``path``, at most so many, for a target of ``config``: their
-    configs, specs and weights, which are read later. Raises ModelError if there is none that is supported."""
-    files, layers = open_files(path, packed=True), config.num_hidden_layers
+def read_mtp(opened: Checkpoint, config: Any, most: int = 1) -> list[tuple[Any, Spec, Weights]]:
+    """The first modules for multi-token prediction in a model's files, at most so many, for a target of ``config``:
+    their configs, specs and weights, which are read later. Raises ModelError if there is none that is supported."""
+    files, layers = opened.files(packed=True), config.num_hidden_layers
     found = [*takewhile(bool, (mtp_names(files.tensors, layers, module) for module in range(most)))]
     if not found:
         raise ModelError(
-            f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{layers}.eh_proj, "
+            f"{files.path} has no layer for multi-token prediction (mtp.*, model.layers.{layers}.eh_proj, "
             f"model.mtp_layers.0.* or blk.{layers}.nextn.*): name a file that has one as 'model'"
         )
     try:
         return [_module(files, config, names) for names in found]
     except ModelError as error:
-        raise ModelError(f"{path}: its layer for multi-token prediction cannot be used: {error}") from error
+        raise ModelError(f"{files.path}: its layer for multi-token prediction cannot be used: {error}") from error
 
 
 def _module(files: Safetensors | GGUFFile, config: Any, names: Mapping[str, str]) -> tuple[Any, Spec, Weights]:
@@ -89,9 +88,9 @@ def _swapped(weight: Rows) -> Rows:
     return torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)
 
 
-def output_rows(path: Path) -> Rows:
-    """The output layer of the checkpoint in ``path``. Raises ModelError if it has none."""
-    files = open_files(path)
+def output_rows(opened: Checkpoint) -> Rows:
+    """The output layer of a checkpoint. Raises ModelError if it has none."""
+    files = opened.files()
     for end in HEADS:
         for name in files.tensors:
             if name.endswith(end) and "mtp" not in name and not any(part.isdecimal() for part in name.split(".")):
@@ -99,4 +98,4 @@ def output_rows(path: Path) -> Rows:
                     tensor = files.tensors[name]
                     return Blocks(tensor.kind.name.lower(), files.rows(name), tensor.shape[1])
                 return files.values(name)
-    raise ModelError(f"{path} has no output layer")
+    raise ModelError(f"{files.path} has no output layer")

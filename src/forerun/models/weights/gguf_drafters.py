@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.gguf_config import FREQUENCIES, read_divisors
 from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import Checkpoint
 from forerun.models.weights.transform import deinterleaved
 
 LAYER = {
@@ -47,9 +48,9 @@ KEYS = {
 def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Config and tensors of a drafter, in a folder or in a GGUF file of llama.cpp's ``architecture``. Raises ModelError
     for a GGUF file of another architecture."""
-    if not is_gguf(path):
+    file = Checkpoint.at(path).gguf
+    if file is None:
         return read_object(path / CONFIG), read_tensors(path)
-    file = open_gguf(path)
     actual = file.metadata.get("general.architecture")
     if actual != architecture:
         raise ModelError(f"{path} holds a model of architecture {shown(actual)}, not a drafter ({architecture})")

@@ -138,12 +138,6 @@ def has_encoder(config: Any) -> bool:
     return type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
-def require_decoder(config: Any, folder: Path, command: str) -> None:
-    """Raise ModelError if a command that works on decoders gets an encoder-decoder."""
-    if has_encoder(config):
-        raise ModelError(f"{folder} is an encoder-decoder, but {command} supports decoders only")
-
-
 def check_config(config: Any, path: Path) -> None:
     """Check the config as transformers parsed it. Raises ModelError, naming the key, for values that no decoder can
     have, and for architectures that are not run."""

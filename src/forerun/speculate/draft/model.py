@@ -21,7 +21,7 @@ from forerun.core.registry import from_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.architectures.spec import refusal
-from forerun.models.files.open import quick_config, resolve, weight_sizes
+from forerun.models.files.open import Checkpoint
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
@@ -239,7 +239,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             size = len(common_tokens(self.context.tokenizer))
         if not size:
             return None
-        vocabulary = int(quick_config(resolve(path)).get_text_config().vocab_size)
+        vocabulary = int(Checkpoint.open(path).config.get_text_config().vocab_size)
         known = min(vocabulary, self.context.sampler.vocab_size)
         if size > known:
             raise ConfigError(f"draft_vocab_size is {size}, and {path} has {known} tokens")
@@ -247,7 +247,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _dtype(self, path: str) -> torch.dtype:
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless weights are tiled."""
-        config = quick_config(resolve(path))
+        config = Checkpoint.open(path).config
         floats = self.config.quantization if self.config.quantization in FLOATS else None
         dtype = parse_dtype(self.config.dtype or floats or self.context.dtype, config)
         if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
@@ -259,13 +259,14 @@ class DraftModel(Drafter[DraftModelConfig]):
         """The option's format; without one, a smaller format where that is faster."""
         if self.config.quantization is not None:
             return self.config.quantization
-        native = (self.context.options or {}).get("model_path") != "hf" and refusal(quick_config(resolve(path))) is None
+        opened = Checkpoint.open(path)
+        native = (self.context.options or {}).get("model_path") != "hf" and refusal(opened.config) is None
         device = self.context.target.info.device
         if self.config.dtype is not None or not native:
             return None
         if path == BUNDLED:
             return "int8_rows" if int8.has_kernels(device, dtype) else None
-        size, weights = weight_sizes(resolve(path))
+        size, weights = opened.weight_sizes()
         if blocks.can(dtype, device) and size > LARGE and 8 * size > MAX_BITS * weights:
             log.info("the draft %s is held in 4 bits (quantization: none holds it as its file does)", path)
             return "q4_0"

@@ -13,7 +13,7 @@ from forerun.core.folders import expanded
 from forerun.core.registry import from_lab, has_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Drafts, Verdicts
-from forerun.models.files.open import BUNDLED, fingerprint, quick_config, resolve
+from forerun.models.files.open import BUNDLED, Checkpoint, resolve
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.run.base import Model, ModelInfo
@@ -132,7 +132,7 @@ class HeadDrafter(FeatureDrafter[C]):
             raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
                               f"{config.num_speculative_tokens}")  # fmt: skip
         trained_with = self.head.record.get("target_fingerprint")
-        if trained_with is not None and trained_with != fingerprint(resolve(info.name), info.lora):
+        if trained_with is not None and trained_with != Checkpoint.open(info.name).fingerprint(info.lora):
             raise ConfigError(
                 f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
                 f"which {info.name} does not hold: load that folder as the model"
@@ -196,7 +196,7 @@ class HeadDrafter(FeatureDrafter[C]):
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        config = quick_config(target).get_text_config()
+        config = Checkpoint.at(target).config.get_text_config()
         sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4, cls.example_options)
         torch.manual_seed(0)
         cls.head_class(sizes).save(folder)

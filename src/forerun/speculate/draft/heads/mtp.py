@@ -37,7 +37,7 @@ from forerun.core.tree import Draft, Drafts
 from forerun.models.architectures.drafters import mtp_example
 from forerun.models.architectures.spec import with_window
 from forerun.models.files.checkpoint import CONFIG
-from forerun.models.files.open import quick_config, read_config, resolve
+from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.formats import ON_CPU
 from forerun.models.run.assistant import is_assistant
 from forerun.models.run.drafter import DraftDecoder
@@ -54,10 +54,10 @@ LARGE_VOCABULARY, REDUCED_VOCABULARY = 65536, 32768
 (FastMTP, arXiv 2509.18362)."""
 
 
-def has_layer(path: Path, config: Any) -> bool:
+def has_layer(opened: Checkpoint, config: Any) -> bool:
     """Whether a target's own files have a supported layer; its weights are not read."""
     try:
-        read_mtp(path, config)
+        read_mtp(opened, config)
     except ModelError:
         return False
     return True
@@ -99,9 +99,9 @@ class Mtp(LayerDrafter[MtpConfig]):
         self.layers = (info.num_layers,)
         self.needs = Needs(hidden=self.layers, model=True)
         self.chooser = Chooser.of(config, context)
-        own, form, ids = resolve(info.name), config.form(info), output_ids(config, context)
-        path = own if config.model is None else resolve(config.model)
-        modules = read_mtp(path, read_config(own).get_text_config(), config.num_speculative_tokens)
+        own, form, ids = Checkpoint.open(info.name), config.form(info), output_ids(config, context)
+        opened = own if config.model is None else Checkpoint.open(config.model)
+        modules = read_mtp(opened, own.transformers_config().get_text_config(), config.num_speculative_tokens)
         (one, spec, weights), *others = (
             (each, with_window(layers, config.draft_window), tensors) for each, layers, tensors in modules
         )
@@ -228,7 +228,7 @@ class Mtp(LayerDrafter[MtpConfig]):
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        config = quick_config(target).get_text_config()
+        config = Checkpoint.at(target).config.get_text_config()
         torch.manual_seed(0)
         save_file(mtp_example(config), folder / "model.safetensors", {"format": "pt"})
         (folder / CONFIG).write_text(json.dumps({"speculators_model_type": "mtp"}), encoding="utf8")
