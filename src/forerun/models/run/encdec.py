@@ -28,12 +28,13 @@ from forerun.models import formats
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SEQ2SEQ, SPARE, BlockNames, Seq2Seq, StackNames
 from forerun.models.files.open import Checkpoint
 from forerun.models.formats import choose, describe
-from forerun.models.formats.base import Linear, Rows, size
+from forerun.models.formats.base import Linear, size
 from forerun.models.run.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
 from forerun.models.run.hf import read_module
 from forerun.models.run.parts import make_gate, make_norm
 from forerun.models.weights import tiling
 from forerun.models.weights.layout import Embedding, Maker
+from forerun.models.weights.transform import TensorWeights
 
 TOGETHER = 4096
 """The most tokens that the encoder reads in one call, except for a longer source."""
@@ -299,20 +300,11 @@ def _chunks(sources: list[Source]) -> Iterator[list[Source]]:
     yield chunk
 
 
-class ModuleWeights:
-    """A module's parameters as ``transform.Weights``; a tied one has several names."""
+class ModuleWeights(TensorWeights):
+    """A module's parameters; a tied one has several names."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.tensors = {name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def values(self, name: str) -> Rows:
-        return self.tensors[name]
-
-    def release(self) -> None:
-        pass
+        super().__init__({name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)})
 
     @property
     def nbytes(self) -> int:

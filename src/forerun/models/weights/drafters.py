@@ -24,26 +24,6 @@ HEADS = ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.w
 """How the names of output layers end; the last two are tied."""
 
 
-class TensorWeights:
-    """Weights that are in memory."""
-
-    def __init__(self, tensors: Mapping[str, Rows]) -> None:
-        self.tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def values(self, name: str) -> Rows:
-        return self.tensors[name]
-
-    def release(self) -> None:
-        """There is no source."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
 def read_mtp(opened: Checkpoint, config: Any, most: int = 1) -> list[tuple[Any, Spec, Weights]]:
     """The first modules for multi-token prediction in a model's files, at most so many, for a target of ``config``:
     their configs, specs and weights, which are read later. Raises ModelError if there is none that is supported."""

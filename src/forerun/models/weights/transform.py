@@ -76,7 +76,27 @@ def transform(files: Files, config: Any, *, adapters: Sequence[lora.Adapter] = (
     return scaled(weights, bind(config))
 
 
-class CheckpointWeights:
+class TensorWeights:
+    """Weights that are in memory, or mapped."""
+
+    def __init__(self, tensors: Mapping[str, Rows]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def values(self, name: str) -> Rows:
+        return self.tensors[name]
+
+    def release(self) -> None:
+        """There is no source."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class CheckpointWeights(TensorWeights):
     """The weights in a checkpoint's safetensors files. Raises ModelError for a tensor that is missing, has another
     shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
@@ -106,17 +126,11 @@ class CheckpointWeights:
             own: files.values(name) for name, own in names.items() if files.tensors[name].kind in checkpoint.DTYPES
         }
         views = unstacked(views, spec)
-        self.tensors: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
-        self.grouped = [tensor for tensor in self.tensors.values() if isinstance(tensor, Grouped)]
-        _split_kv_b(self.tensors, spec, folder)
-        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        _check(folder, self.tensors, config, spec)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def values(self, name: str) -> Rows:
-        return self.tensors[name]
+        tensors: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        self.grouped = [tensor for tensor in tensors.values() if isinstance(tensor, Grouped)]
+        _split_kv_b(tensors, spec, folder)
+        self.tensors = tensors
+        _check(folder, tensors, config, spec)
 
     def release(self) -> None:
         for tensor in self.grouped:

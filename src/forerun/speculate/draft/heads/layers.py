@@ -25,7 +25,7 @@ from forerun.models.architectures.spec import with_window
 from forerun.models.formats import ON_CPU
 from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.fused import RAW
-from forerun.models.weights.drafters import TensorWeights
+from forerun.models.weights.transform import TensorWeights
 from forerun.speculate.draft.base import Chooser, DraftContext, scatter_logits
 from forerun.speculate.draft.chain import FEEDS_NORMED, CatchUpConfig, ChainRunner, can_chain
 from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig, HeadDrafter
