@@ -98,7 +98,8 @@ def eagle(place, sizes):
     options = {"heads": heads, "kv_heads": kv_heads, "width": sizes["hidden_size"] // heads,
                "inner_size": sizes["intermediate_size"]}  # fmt: skip
     folder = Path(place) / f"eagle {sizes['hidden_size']}"
-    EagleHead(Sizes(sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"], 5, options)).save(folder)
+    made_for = Sizes(sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"], 5, options)
+    EagleHead.example(made_for).save(folder)
     return {"method": "eagle", "model": str(folder)}
 
 

@@ -9,8 +9,8 @@ from forerun import LLM, SamplingParams, pretrained
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.files.checkpoint import read_tensors
-from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.eagle import TrainedEagle
 from forerun_lab.tune.export import FORMS, export_head
 from refusals import refused
 
@@ -39,7 +39,7 @@ def test_an_exported_head_drafts_as_before(tmp_path, form, capsys):
 
 def test_a_small_vocabulary_is_mapped_both_ways(tmp_path):
     own = [3, 5, 6, 700, 4000]
-    head = EagleHead(Sizes(384, 4096, 6, 4, {"draft_vocab_size": len(own), "layers": [1, 3, 5]}))
+    head = TrainedEagle(Sizes(384, 4096, 6, 4, {"draft_vocab_size": len(own), "layers": [1, 3, 5]}))
     head.d2t.copy_(torch.tensor(own) - torch.arange(len(own)))
     head.save(tmp_path / "head")
     export_head(str(tmp_path / "head"), TARGET, tmp_path / "out", "sglang")
@@ -52,7 +52,7 @@ def test_a_small_vocabulary_is_mapped_both_ways(tmp_path):
 
 
 def test_what_no_other_engine_runs_is_refused(tmp_path, tiny_target):
-    mixed = EagleHead(Sizes(384, 4096, 6, 4, {"mixed": True}))
+    mixed = TrainedEagle(Sizes(384, 4096, 6, 4, {"mixed": True}))
     mixed.save(tmp_path / "mixed")
     refused(ModelError, "'mixed'", export_head, str(tmp_path / "mixed"), TARGET, tmp_path / "out", "speculators")
     with pytest.raises(ModelError, match="made for a target whose hidden_size is 384"):
@@ -60,11 +60,11 @@ def test_what_no_other_engine_runs_is_refused(tmp_path, tiny_target):
     refused(ModelError, "not a 'eagle' head", export_head, "forerun:medusa", TARGET, tmp_path / "out", "speculators")
     with pytest.raises(ConfigError, match="speculators or sglang, not 'onnx'"):
         export_head("forerun:eagle", TARGET, tmp_path / "out", "onnx")
-    four = EagleHead(Sizes(384, 4096, 6, 4, {"layers": [1, 2, 3, 6]}))
+    four = TrainedEagle(Sizes(384, 4096, 6, 4, {"layers": [1, 2, 3, 6]}))
     four.save(tmp_path / "four")
     with pytest.raises(ModelError, match="SGLang's heads read three"):
         export_head(str(tmp_path / "four"), TARGET, tmp_path / "out", "sglang")
-    last = EagleHead(Sizes(384, 4096, 6, 4, {"layers": [1, 3, 6]}))
+    last = TrainedEagle(Sizes(384, 4096, 6, 4, {"layers": [1, 3, 6]}))
     last.save(tmp_path / "last")
     refused(ModelError, "last hidden state", export_head, str(tmp_path / "last"), TARGET, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()

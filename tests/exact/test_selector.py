@@ -23,10 +23,12 @@ class Block:
 
     def __init__(self, seed):
         torch.manual_seed(seed)
-        self.head = DFlashHead(Sizes(SIZE, VOCABULARY, 2, DEPTH, {"selector": {"rank": RANK, "top": TOP}})).double()
-        with torch.no_grad():
-            for codes in self.head.candidate_selector.parameters():
+        self.head = DFlashHead.example(Sizes(SIZE, VOCABULARY, 2, DEPTH, {"selector": {"rank": RANK, "top": TOP}}))
+        self.head.to(device=torch.device("cpu"), dtype=torch.float64)
+        for name, codes in self.head.tensors.items():
+            if name.startswith("candidate_selector."):
                 codes.normal_(0.0, 0.9)
+        self.head.pack()
         self.output = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.4
 
     def state(self, prefix, depth):
@@ -38,12 +40,14 @@ class Block:
         """What the drafter says that its token is drawn from."""
         state = self.state(prefix, len(path))[None]
         before = torch.tensor([(*prefix, *path)[-1]])
-        logits = DFlash.revise(SimpleNamespace(head=self.head), state @ self.output.T, state, before)
+        logits = DFlash.revise(
+            SimpleNamespace(head=self.head, to_target_ids=lambda said: said), state @ self.output.T, state, before
+        )
         return (logits[0] / temperature).softmax(-1).numpy()
 
     def law(self, prefix, path, temperature, *, selects=True):
         """The same, candidate by candidate."""
-        codes = {name: each.detach().numpy() for name, each in self.head.candidate_selector.named_parameters()}
+        codes = {name.removeprefix("candidate_selector."): each.numpy() for name, each in self.head.tensors.items()}
         state, before = self.state(prefix, len(path)).numpy(), (*prefix, *path)[-1]
         said = self.output.numpy() @ state
         weights = numpy.zeros(VOCABULARY)

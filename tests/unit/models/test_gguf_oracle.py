@@ -191,12 +191,14 @@ def test_queries_grow_without_yarn_too(opened, edited, stated, length):
     kept = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")
     changes = {f"mistral3.rope.scaling.{key}": None for key in kept}
     path = edited("ministral3", {**changes, **stated})
-    config = Checkpoint.at(path).transformers_config()
+    model = Checkpoint(path)
+    config = model.transformers_config()
     assert config.rope_parameters["rope_type"] == "default"
     assert config.rope_parameters["llama_4_scaling_beta"] > 0
     assert config.max_position_embeddings == 256
     config.rope_parameters["original_max_position_embeddings"] = length
-    module = read_module(path, config, torch.float32, attention=None).eval()
+    model.transformers_config = lambda: config
+    module = read_module(model, torch.float32, attention=None).eval()
     assert same("ministral3", module(torch.tensor([ids])).logits[0], logits(load_model(path, dtype="float32"), [ids]))
 
 

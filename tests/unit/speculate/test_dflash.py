@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from drafting import drafts_of, first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.models.files.open import Checkpoint
-from forerun.speculate.draft.heads.dflash import DFlash, DFlashHead
+from forerun.speculate.draft.heads.dflash import DFlash
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.dflash import TrainedDFlash
 from refusals import refused
 from tiny import ALPHABET
 
@@ -347,7 +348,7 @@ def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
 def test_choices_that_do_not_depend_on_each_other_are_made_at_once(tiny_target, tmp_path, monkeypatch, reduced):
     """The drafts are those of one level after another."""
     sizes = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "draft_vocab_size": reduced}
-    DFlashHead(Sizes(32, len(ALPHABET), 2, 4, sizes)).save(tmp_path)
+    TrainedDFlash(Sizes(32, len(ALPHABET), 2, 4, sizes)).save(tmp_path)
     made, together = [], []
     propose, choose = DFlash.propose, DFlash._choose
 

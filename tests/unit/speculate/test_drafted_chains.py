@@ -18,9 +18,9 @@ from forerun.core.tree import Draft
 from forerun.models.load import load_model
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
-from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
+from forerun_lab.heads.eagle import TrainedEagle
 from forerun_lab.vllm import first_branch
 from here import where
 from refusals import refused
@@ -60,7 +60,7 @@ def reduced_head(target, folder):
     ids = torch.arange(1, config["vocab_size"], 3)
     options = {"mixed": True, "draft_vocab_size": len(ids), "heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24}
     torch.manual_seed(1)
-    head = EagleHead(Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 4, options))
+    head = TrainedEagle(Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 4, options))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     head.d2t.copy_(ids - torch.arange(len(ids)))

@@ -13,9 +13,9 @@ from forerun.models.run.graphs import Graph, Graphs
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.graph_chain import Bucket, GraphChains
-from forerun.speculate.draft.heads.dflash import DFlashHead
-from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.dflash import TrainedDFlash
+from forerun_lab.heads.eagle import TrainedEagle
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
@@ -36,7 +36,7 @@ def models(target, tmp_path_factory):
     """What each method drafts with. All of the head's weights are random: a new one's attention gives zeros."""
     folders = {method: tmp_path_factory.mktemp(method) for method in ("eagle", "mtp")}
     options = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "draft_vocab_size": 60}
-    head = EagleHead(Sizes(32, len(ALPHABET), 1, 5, options))
+    head = TrainedEagle(Sizes(32, len(ALPHABET), 1, 5, options))
     torch.manual_seed(1)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.03 if parameter is head.fc.weight else 0.3)  # steps change a feature
@@ -69,9 +69,9 @@ def drafts(target, models, monkeypatch):
         while not any(map(len, made)):  # a head drafts once the target has read the prompt
             llm.engine.step()
         for _ in range(3 if learned else 0):  # so that a bucket comes back
-            with torch.no_grad():
-                for parameter in drafter.head.parameters():
-                    parameter.neg_()
+            for part in drafter.head.tensors.values():
+                if part.is_floating_point():
+                    part.neg_()
             drafter.head.pack()
             llm.engine.step()
         if interpreted and method in ("eagle", "mtp"):
@@ -154,7 +154,7 @@ def test_a_floor_that_cuts_in_the_middle(drafts, way):
 @pytest.mark.parametrize("options", [{}, {"causal": [True, False]}, {"group": 16}, {"group": 16, "markov": 4}])
 def test_blocks_and_what_they_read_are_graphs(target, tmp_path, monkeypatch, options):
     sizes = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "blocks": 2}
-    head = DFlashHead(Sizes(32, len(ALPHABET), 1, 4, {**sizes, **options}))
+    head = TrainedDFlash(Sizes(32, len(ALPHABET), 1, 4, {**sizes, **options}))
     torch.manual_seed(1)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

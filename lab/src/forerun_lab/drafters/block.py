@@ -14,6 +14,7 @@ from forerun.core.tree import Draft, Drafts
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.levels import Frontier, grow
+from forerun_lab.heads.training import TrainedHead
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,17 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
     """Drafters that predict all depths in one pass: the distribution at depth d does not depend on the path to it."""
 
     config_class = BlockConfig
+    head: TrainedHead
 
     @abstractmethod
     def all_logits(self, sequences: Requests) -> torch.Tensor:
         """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
+
+    def predict(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocabulary] of the head's output states [n, hidden size]."""
+        lm_head = self.head.lm_head
+        logits = self.context.target.lm_head(states) if lm_head is None else lm_head(states).float()
+        return self.to_target_ids(logits)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:

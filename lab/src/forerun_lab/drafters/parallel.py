@@ -17,10 +17,10 @@ from torch import nn
 
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.heads.head import Norm, Sizes
+from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.drafters.block import BlockDrafter
 from forerun_lab.heads.block import BlockHead, BlockLayer
-from forerun_lab.heads.training import TrainingBatch, feed_forward
+from forerun_lab.heads.training import Norm, TrainingBatch, feed_forward
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
 

@@ -85,8 +85,8 @@ def trained(head: Head) -> TrainedHead:
     if isinstance(head, TrainedHead):
         return deepcopy(head)
     result = TRAINED[type(head)](head.sizes)
-    result.load_state_dict(head.state_dict())
-    return result.to(next(head.parameters()).device)
+    result.load_state_dict(head.tensors)
+    return result.to(next(iter(head.tensors.values())).device)
 
 
 class Learner:
@@ -178,8 +178,9 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for live, trained in zip(self.head.parameters(), self.master.parameters(), strict=True):
-                live.copy_(trained)
+            live = self.head.tensors
+            for name, trained in self.master.named_parameters():
+                live[name].copy_(trained)
             self.head.pack()
 
     def save(self, folder: Path) -> None:

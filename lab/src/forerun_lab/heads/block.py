@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.models.run.rotary import default_frequencies
-from forerun.speculate.draft.heads.head import FeedForward, Norm
-from forerun_lab.heads.training import Guess, TrainedHead, TrainingBatch, rotate
+from forerun_lab.heads.training import FeedForward, Guess, Norm, TrainedHead, TrainingBatch, rotate
 
 STEP = 4
 """Positions from one anchor of a training batch to the next."""

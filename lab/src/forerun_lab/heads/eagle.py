@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from forerun.models.run.rotary import rotary_frequencies
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun_lab.heads.training import Guess, TrainedHead, TrainingBatch, feed_forward, rotate
+from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.training import FeedForward, Guess, Norm, TrainedHead, TrainingBatch, feed_forward, rotate
 
 MIN_FRACTION = 8
 """Each training step uses half of the positions of the step before, because deeper tokens are accepted less often, but
@@ -20,6 +22,30 @@ at least one of this many."""
 
 class TrainedEagle(EagleHead, TrainedHead):
     """EAGLE-3's head with its passes over a text."""
+
+    pack = TrainedHead.pack
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        size, o = sizes.hidden_size, self.options
+        self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
+        self.fc_norm = nn.ModuleList(Norm(size, o["eps"]) for _ in self.layers) if o.get("fc_norm") else None
+        self.hidden_norm = Norm(size, o["eps"])
+        self.post_attention_layernorm = Norm(size, o["eps"])
+        self.norm = Norm(size, o["eps"])
+        mixed = bool(o.get("mixed"))
+        self.mix = nn.Linear(2 * size, size, bias=False) if mixed else None
+        self.input_layernorm = None if mixed else Norm(size, o["eps"])
+        read = size if self.mix is not None else 2 * size
+        self.q_proj = nn.Linear(read, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        self.mlp = FeedForward(size, o["inner_size"])
+        self.make_lm_head(bool(o.get("own_head")))
 
     @cached_property
     def frequencies(self) -> torch.Tensor:

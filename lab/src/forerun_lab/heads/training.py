@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.speculate.draft.heads.head import FeedForward, Head
+from forerun.models.formats import ON_CPU, choose, make_linear
+from forerun.models.kinds import BLOCKS
+from forerun.models.run import parts
+from forerun.speculate.draft.heads.head import Head, Sizes
 
 DEPTH_DECAY = 0.8
 
@@ -79,11 +83,112 @@ class Guess(NamedTuple):
         return -(torch.softmax(expected.float(), -1) * torch.log_softmax(self.logits.float(), -1)).sum(-1)
 
 
-class TrainedHead(Head):
-    """A head that can be trained."""
+def _lazy(make: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer that is packed at its first call. If the head runs in one compiled call, most never are."""
+    layer = cache(make)
+    return lambda x: layer()(x)
+
+
+class Norm(nn.Module):
+    """RMS norm over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight.to(x.dtype)
+
+    def use_kernel(self) -> None:
+        """Runs on the CPU kernel from now on."""
+        self.forward = parts.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
+
+
+class FeedForward(nn.Module):
+    """Weights of down(silu(gate x) * up x). ``down`` starts at zero, so that a fresh layer changes nothing."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
+
+
+class TrainedHead(nn.Module, Head):
+    """A head as a module, which can be trained."""
 
     first_token: ClassVar[int] = 1
     """Depth of the first token that it predicts."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        nn.Module.__init__(self)
+        Head.__init__(self, sizes)
+        self.lm_head: nn.Linear | None = None
+        """An output layer of its own, over ``token_ids``; None: the target's."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """Its weights by name, which share its memory."""
+        return dict(self.state_dict())
+
+    @classmethod
+    def example(cls, sizes: Sizes) -> Head:
+        return cls(sizes)
+
+    @classmethod
+    def requested(cls, sizes: Sizes) -> dict[str, list[int]]:
+        with torch.device("meta"):  # takes no memory, whatever the sizes are
+            return {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
+
+    @classmethod
+    def made(cls, sizes: Sizes, weights: dict[str, torch.Tensor]) -> Head:
+        head = cls(sizes)
+        head.load_state_dict(weights)
+        return head
+
+    def make_lm_head(self, own: bool = False) -> None:
+        """Makes an output layer of its own: of ``draft_vocab_size`` rows, if that option is set, where row i stands for
+        token i + d2t[i] (EAGLE-3's file format); else of all tokens if ``own``."""
+        rows, sizes = self.sizes.options.get("draft_vocab_size"), self.sizes
+        self.lm_head = nn.Linear(sizes.hidden_size, rows or sizes.vocab_size, bias=False) if own or rows else None
+        if rows:
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
+
+    def hold(self) -> None:
+        """Adds the weights that only the engine computes with, under its names."""
+        for name, shape in self.shapes().items():
+            if name not in self.state_dict():
+                module: nn.Module = self
+                *path, last = name.split(".")
+                for part in path:
+                    if not hasattr(module, part):
+                        module.add_module(part, nn.Module())
+                    module = module.get_submodule(part)
+                module.register_parameter(last, nn.Parameter(torch.randn(shape) * 0.1))
+
+    def pack(self) -> None:
+        """Runs linear layers from packed copies of their weights, and norms on kernels, where this machine has them.
+        Call it again after the weights change."""
+        super().pack()
+        for module in self.modules():
+            if not isinstance(module, nn.Linear | Norm):
+                continue
+            weight = next(module.parameters()).detach()
+            how = choose(weight.dtype, weight.device, "auto")
+            if not isinstance(module, nn.Linear):
+                if how == "streamed":
+                    module.use_kernel()
+            else:
+                bias = None if module.bias is None else module.bias.detach()
+                kind = self.quantization
+                if module is not self.lm_head and not (self.quantizes and kind in BLOCKS):
+                    kind = None  # the target's states differ too much in size for one scale per row
+                make = partial(ON_CPU[kind].make, weight, bias) if kind else partial(make_linear, weight, bias, how)
+                module.forward = _lazy(make)  # type: ignore[assignment, method-assign]
 
     @torch.no_grad()
     def reduce_vocabulary(self, ids: torch.Tensor, rows: torch.Tensor) -> None:

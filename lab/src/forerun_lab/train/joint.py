@@ -127,7 +127,7 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
         result = MedusaHead.load(resolve(config.head))
         if result.sizes != sizes:
             raise ConfigError(f"the head in {config.head} has other sizes than asked for: {result.sizes}, not {sizes}")
-        head.load_state_dict(result.state_dict())
+        head.load_state_dict(result.tensors)
     copy = deepcopy(original)
     nn.Module.to(copy, torch.float32)
     return Joint(copy.requires_grad_(False), head)

@@ -43,7 +43,7 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
             raise ModelError(
                 f"{head} was made for a target whose {name} is {value}, and {target}'s is {config.get(name)}"
             )
-    if made.mix is not None:
+    if made.options.get("mixed"):
         raise ModelError(f"{head} is 'mixed', which is a kind of ours: other engines have no code for it")
     if len(made.layers) != 3 and form == SGLANG:
         raise ModelError(f"{head} reads {len(made.layers)} layers of its target; SGLang's heads read three")
@@ -71,7 +71,7 @@ def _weights(head: EagleHead, target: Path, layer: str) -> dict[str, torch.Tenso
     target's embedding, which its loader does not read from the target."""
     result: dict[str, torch.Tensor] = {}
     of_target = read_tensors(target)
-    for name, tensor in head.state_dict().items():
+    for name, tensor in head.tensors.items():
         prefix = layer if name.startswith(LAYER) else f"{layer}self_attn." if name.startswith(ATTENTION) else ""
         result[prefix + name] = (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
     if "lm_head.weight" not in result:
@@ -92,9 +92,9 @@ def _layer(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_size": head.sizes.hidden_size,
         "intermediate_size": options["inner_size"],
-        "num_attention_heads": head.heads,
-        "num_key_value_heads": head.kv_heads,
-        "head_dim": head.width,
+        "num_attention_heads": options["heads"],
+        "num_key_value_heads": options["kv_heads"],
+        "head_dim": options["width"],
         "num_hidden_layers": 1,
         "rms_norm_eps": options["eps"],
         "rope_parameters": {"rope_type": "default", "rope_theta": options["theta"]},

@@ -19,7 +19,7 @@ import torch
 from forerun.core.errors import ModelError
 from forerun.models.architectures.description import Architecture, Attention, DraftInput, Name, Norms
 from forerun.models.architectures.families import ARCHITECTURES, HEAD_NORMS, LLAMA, QWEN3_5_MOE, SIGMOID_GROUPS
-from forerun.models.architectures.shapes import shapes
+from forerun.models.architectures.shapes import random_weights, shapes
 from forerun.models.architectures.spec import FULL, Spec, bind, refusal
 from forerun.models.files.open import CachedConfig
 
@@ -149,11 +149,8 @@ def mtp_example(config: Any) -> dict[str, torch.Tensor]:
     """Random weights of such a layer, by Qwen 3.5's names."""
     one, spec = mtp_spec(config)
     fc = {f"model.{new}.weight": f"mtp.{old}.weight" for old, new in list(RENAMED.items())[:3]}
-    result: dict[str, torch.Tensor] = {}
-    for name, shape in shapes(one, spec).items():
-        numbers = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * shape[-1] ** -0.5
-        result[fc.get(name, name.replace("model.", "mtp.", 1))] = numbers
-    return result
+    weights = random_weights(shapes(one, spec))
+    return {fc.get(name, name.replace("model.", "mtp.", 1)): tensor for name, tensor in weights.items()}
 
 
 HEAD_ATTENTION = Attention(qkv=(Name("q_proj", ""), Name("k_proj", ""), Name("v_proj", "")), out=Name("o_proj", ""))

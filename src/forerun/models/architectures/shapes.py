@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from forerun.models.architectures.description import SUFFIXES, Architecture, Mlp, Name, ShortConvSpec
 from forerun.models.architectures.spec import LayerSpec, Spec, bind
@@ -23,6 +25,14 @@ def shapes(config: Any, spec: Spec | None = None) -> dict[str, Shape]:
     return {
         name: tuple(axis if isinstance(axis, int) else sum(count * width for count, width in axis) for axis in axes)
         for name, axes in tensors(spec or bind(config), config).items()
+    }
+
+
+def random_weights(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Numbers of the size that trained weights have: ones for vectors, which are norms mostly."""
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
     }
 
 

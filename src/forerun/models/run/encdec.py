@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -302,6 +302,8 @@ def _chunks(sources: list[Source]) -> Iterator[list[Source]]:
 
 class ModuleWeights(TensorWeights):
     """A module's parameters; a tied one has several names."""
+
+    tensors: Mapping[str, torch.Tensor]
 
     def __init__(self, module: PreTrainedModel) -> None:
         super().__init__({name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)})

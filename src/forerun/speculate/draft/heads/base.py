@@ -18,7 +18,7 @@ from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.run.base import Model, ModelInfo
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
-from forerun.speculate.draft.heads.head import Head, Sizes
+from forerun.speculate.draft.heads.head import OUTPUT, Head, Sizes
 from forerun.speculate.verify import Verification
 
 C = TypeVar("C", bound="HeadConfig")
@@ -119,7 +119,7 @@ class HeadDrafter(FeatureDrafter[C]):
         super().__init__(config, context)
         context.require_decoder(self.name)
         info = context.target.info
-        self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype).eval()
+        self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype)
         sizes = self.head.sizes
         trained_for = sizes.hidden_size, sizes.num_layers, sizes.vocab_size
         actual = info.hidden_size, info.num_layers, info.vocab_size
@@ -142,7 +142,7 @@ class HeadDrafter(FeatureDrafter[C]):
         if config.adapt is not None:
             self.learner = from_lab("adapt", "adapt").Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
-        if config.quantization not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
+        if config.quantization not in (None, UNQUANTIZED) and not (self.head.quantizes or OUTPUT in self.head.tensors):
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
         self.head.quantization = config.form(info)
         self.head.pack()
@@ -161,15 +161,6 @@ class HeadDrafter(FeatureDrafter[C]):
                 "comes with this model, give 'tuned': 'bundled' and no method"
             )
         return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
-
-    def predict(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [n, vocabulary] of the head's output states [n, hidden size]."""
-        return self.to_target_ids(self.own_logits(states))
-
-    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 logits over the head's own vocabulary."""
-        lm_head = self.head.lm_head
-        return self.context.target.lm_head(states) if lm_head is None else lm_head(states).float()
 
     def to_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary; -inf for tokens outside the head's reduced one."""
@@ -199,5 +190,5 @@ class HeadDrafter(FeatureDrafter[C]):
         config = Checkpoint.at(target).config.get_text_config()
         sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4, cls.example_options)
         torch.manual_seed(0)
-        cls.head_class(sizes).save(folder)
+        cls.head_class.example(sizes).save(folder)
         return {"model": str(folder)}

@@ -13,25 +13,25 @@ that compare p and q stay lossless.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
 from forerun.models.architectures.drafters import dflash, head_config
+from forerun.models.architectures.shapes import Shape, shapes
 from forerun.models.architectures.spec import Spec
 from forerun.models.run.parts import BlockConvolution
 from forerun.models.weights.published import read_dflash
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, can_chain
-from forerun.speculate.draft.heads.head import FeedForward, Head, Norm, Sizes
+from forerun.speculate.draft.heads.head import OUTPUT, Head, Sizes
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 from forerun.speculate.draft.levels import Frontier, grow
 
@@ -40,64 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "from_anchor": False, "windows": None, "causal": None, "group": None, "selector": None, "markov": None,
     "confidence": None, "biased": False, "domino": None,
 }  # fmt: skip
-
-
-class Convolution(nn.Module):
-    """Weights of ``parts.BlockConvolution``, each shared by ``group`` channels."""
-
-    def __init__(self, size: int, group: int) -> None:
-        super().__init__()
-        self.base_kernel = nn.Parameter(torch.zeros(2, BlockConvolution.TAPS, size))
-        nn.init.ones_(self.base_kernel[:, 0])
-        self.kernel_projection = nn.Linear(size, 2 * BlockConvolution.TAPS * (size // group), bias=False)
-
-
-class DFlashBlock(nn.Module):
-    """Weights of one layer: attention over context and block, then a feed-forward layer."""
-
-    def __init__(self, size: int, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        eps, group, biased = options["eps"], options["group"], options["biased"]
-        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
-        self.q_proj = nn.Linear(size, self.heads * self.width, bias=biased)
-        self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
-        self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=biased)
-        self.o_proj = nn.Linear(self.heads * self.width, size, bias=biased)
-        self.q_norm, self.k_norm = Norm(self.width, eps), Norm(self.width, eps)
-        self.mlp = FeedForward(size, options["inner_size"])
-        self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
-        self.attention_conv, self.mlp_conv = (None if group is None else Convolution(size, group) for _ in range(2))
-
-
-class Selector(nn.Module):
-    """Scores candidates by (predecessor's code * projected hidden state) . candidate's code."""
-
-    def __init__(self, size: int, vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.hidden_projection = nn.Linear(size, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
-        self.successor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
-
-    def forward(self, previous: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """Scores [n, candidates], for the ``previous`` tokens int64 [n] and states [n, hidden size]."""
-        query = self.predecessor_codebook[previous] * self.hidden_projection(states)
-        return (query[:, None] * self.successor_codebook[candidates]).sum(-1)
-
-
-class Domino(nn.Module):
-    """Scores of all tokens by [row's state, state of a GRU over the block's tokens so far], for all but the ``first``
-    predicted tokens. ``options``: the widths of the GRU (``state``) and between the projections (``inner``)."""
-
-    def __init__(self, size: int, vocabulary: int, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.first = options["first"]
-        self.gru = nn.GRUCell(size, options["state"], bias=False)
-        self.enter = nn.Linear(size + options["state"], options["inner"], bias=False)
-        self.leave = nn.Linear(options["inner"], vocabulary, bias=False)
-
-    def forward(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Scores [n, vocabulary] of states [n, hidden size] and the GRU's [n, state]."""
-        return self.leave(F.silu(self.enter(torch.cat([states, memory], dim=-1))))
+SELECTOR = "candidate_selector"
 
 
 class DFlashHead(Head):
@@ -110,25 +53,49 @@ class DFlashHead(Head):
     quantizes = True
     read_public = staticmethod(read_dflash)
     feeds = FEEDS_NORMED
-    block_class: ClassVar[type[DFlashBlock]] = DFlashBlock
     options_known = frozenset(DEFAULTS) | {"layers", "own_head", "draft_vocab_size"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        self.options = o = {**DEFAULTS, **sizes.options}
-        size = sizes.hidden_size
-        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.hidden_norm, self.norm = Norm(size, o["eps"]), Norm(size, o["eps"])
-        self.blocks = nn.ModuleList(self.block_class(size, o) for _ in range(o["blocks"]))
-        selector, rank = o["selector"], o["markov"]
-        self.candidate_selector = None if selector is None else Selector(size, sizes.vocab_size, selector["rank"])
-        self.make_lm_head(bool(o.get("own_head")))
-        own_vocabulary = o.get("draft_vocab_size") or sizes.vocab_size
-        self.markov_w1 = nn.Embedding(sizes.vocab_size, rank) if rank else None
-        self.markov_w2 = nn.Linear(rank, own_vocabulary, bias=False) if rank else None
-        self.domino = None if o["domino"] is None else Domino(size, own_vocabulary, o["domino"])
-        inputs = size + (rank if o["confidence"] == "markov" else 0)
-        self.confidence = nn.Linear(inputs, 1) if o["confidence"] else None
+        self.options = {**DEFAULTS, **sizes.options}
+        self.config = head_config(sizes, self.options)
+        self.spec = dflash(self.config, self.block_size, self.options)
+
+    def shapes(self) -> dict[str, Shape]:
+        o, size, words = self.options, self.sizes.hidden_size, self.sizes.vocab_size
+        own, rank, selector, domino = o.get("draft_vocab_size") or words, o["markov"], o["selector"], o["domino"]
+        result = shapes(self.config, self.spec) | self.output_shapes()
+        result |= {"fc.weight": (size, len(self.layers) * size), "hidden_norm.weight": (size,)}
+        for block in range(o["blocks"]):
+            prefix = f"blocks.{block}."
+            for part in ("q", "k", "v", "o") if o["biased"] else ():
+                result[f"{prefix}{part}_proj.bias"] = result[f"{prefix}{part}_proj.weight"][:1]
+            for part in ("attention_conv", "mlp_conv") if o["group"] is not None else ():
+                taps = BlockConvolution.TAPS
+                result[f"{prefix}{part}.base_kernel"] = (2, taps, size)
+                result[f"{prefix}{part}.kernel_projection.weight"] = (2 * taps * (size // o["group"]), size)
+        if selector is not None:
+            result |= {
+                f"{SELECTOR}.{side}_codebook": (words, selector["rank"]) for side in ("predecessor", "successor")
+            }
+            result[f"{SELECTOR}.hidden_projection.weight"] = (selector["rank"], size)
+        if rank:
+            result |= {"markov_w1.weight": (words, rank), "markov_w2.weight": (own, rank)}
+        if domino is not None:
+            state, inner = domino["state"], domino["inner"]
+            result |= {"domino.gru.weight_ih": (3 * state, size), "domino.gru.weight_hh": (3 * state, state)}
+            result |= {"domino.enter.weight": (inner, size + state), "domino.leave.weight": (own, inner)}
+        if o["confidence"]:
+            inputs = size + (rank if o["confidence"] == "markov" else 0)
+            result |= {"confidence.weight": (1, inputs), "confidence.bias": (1,)}
+        return result
+
+    def pack(self) -> None:
+        super().pack()
+        self.fc: Any = self.linear_of("fc")
+        self.hidden_norm: Any = self.norm_of("hidden_norm")
+        names = ("markov_w2", f"{SELECTOR}.hidden_projection", "domino.enter", "domino.leave", "confidence")
+        self.parts = {name: self.linear_of(name) for name in names if f"{name}.weight" in self.tensors}
 
     def default_layers(self, last: int) -> tuple[int, ...]:
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
@@ -140,28 +107,43 @@ class DFlashHead(Head):
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
         """What blocks attend to, [..., hidden size], of the target's hidden states [..., layers * hidden size]."""
-        return self.hidden_norm(self.fc(hidden))
+        result: torch.Tensor = self.hidden_norm(self.fc(hidden))
+        return result
 
     def described(self) -> tuple[Any, Spec, dict[str, torch.Tensor]]:
         """Config, spec and weights of the layers, the final norm, and the output layer if it has its own."""
-        config, kept = head_config(self.sizes, self.options), ("blocks.", "norm.", "lm_head.")
-        tensors = {name: each.detach() for name, each in self.named_parameters() if name.startswith(kept)}
-        return config, dflash(config, self.block_size, self.options), tensors
+        kept = ("blocks.", "norm.", OUTPUT)
+        return self.config, self.spec, {name: each for name, each in self.tensors.items() if name.startswith(kept)}
 
     def condition(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Makes logits [n, own vocabulary] depend on the ``previous`` tokens int64 [n], if the head does that."""
-        if self.markov_w1 is None:
+        if not self.options["markov"]:
             return logits
-        assert self.markov_w2 is not None
-        return logits + self.markov_w2(self.markov_w1(previous)).float()
+        return logits + self.parts["markov_w2"](self.tensors["markov_w1.weight"][previous]).float()
+
+    def select(self, previous: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Scores [n, candidates], (predecessor's code * projected state) . candidate's code, for the ``previous``
+        tokens int64 [n] and states [n, hidden size]."""
+        before, after = (self.tensors[f"{SELECTOR}.{side}_codebook"] for side in ("predecessor", "successor"))
+        query = before[previous] * self.parts[f"{SELECTOR}.hidden_projection"](states)
+        return (query[:, None] * after[candidates]).sum(-1)
+
+    def remember(self, embedded: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """Domino's GRU [n, state] after further tokens, by their embeddings [n, hidden size]; None: after none."""
+        read, kept = (self.tensors[f"domino.gru.weight_{side}"] for side in ("ih", "hh"))
+        memory = embedded.new_zeros(len(embedded), kept.shape[1]) if memory is None else memory
+        return torch.gru_cell(embedded, memory, read, kept)
+
+    def correct(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Domino's scores of all tokens [n, own vocabulary], of states [n, hidden size] and the GRU's [n, state]."""
+        inner = F.silu(self.parts["domino.enter"](torch.cat([states, memory], dim=-1)))
+        return self.parts["domino.leave"](inner).float()
 
     def log_confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Log of the probability that each row's token is accepted if those before it are. States [n, hidden size]."""
-        assert self.confidence is not None
         if self.options["confidence"] == "markov":
-            assert self.markov_w1 is not None
-            states = torch.cat([states, self.markov_w1(previous)], dim=-1)
-        return F.logsigmoid(self.confidence(states).float())[:, 0]
+            states = torch.cat([states, self.tensors["markov_w1.weight"][previous]], dim=-1)
+        return F.logsigmoid(self.parts["confidence"](states).float())[:, 0]
 
     def inputs(self, last: torch.Tensor) -> torch.Tensor:
         """Input tokens of blocks, int64 [..., block], that begin with the ``last`` tokens int64 [...]."""
@@ -193,11 +175,11 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
     def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         self.ids = None  # ``revise`` reads logits of the head's own vocabulary
-        if self.learner is not None and self.head.domino is not None:
+        domino = self.head.options["domino"] is not None
+        if self.learner is not None and domino:
             raise ConfigError("Domino's correction does not learn while it serves: remove adapt")
         one_by_one = config.branches or config.confidence_threshold is not None or self.chooser.rule.needs_q
-        corrections = (self.head.markov_w1, self.head.candidate_selector, self.head.domino)
-        self.independent = not one_by_one and all(each is None for each in corrections)
+        self.independent = not (one_by_one or domino or self.head.options["markov"] or self.head.options["selector"])
         """Whether no choice depends on another."""
 
     def find_chains(self) -> None:
@@ -229,19 +211,20 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             slots = [slot[index] for index, _ in frontier]
             before, rows = previous(frontier, drafts), logits[slots, depth]
-            if (domino := self.head.domino) is not None:
+            if (domino := self.head.options["domino"]) is not None:
                 embedded = self.context.target.embed(before).to(states.dtype)
                 parents = [(index, drafts[index].parents[node]) for index, node in frontier if node >= 0]
-                memory = domino.gru(embedded, torch.stack([memories[each] for each in parents]) if parents else None)
+                kept = torch.stack([memories[each] for each in parents]) if parents else None
+                memory = self.head.remember(embedded, kept)
                 memories.update(zip(frontier, memory))
-                rows = rows if depth < domino.first else rows + domino(states[slots, depth], memory).float()
+                rows = rows if depth < domino["first"] else rows + self.head.correct(states[slots, depth], memory)
             return self.revise(rows, states[slots, depth], before)
 
         def confidence(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
             return self.head.log_confidence(states[slots, depth], previous(frontier, drafts)).tolist()
 
-        estimate = None if self.head.confidence is None else confidence
+        estimate = confidence if self.head.options["confidence"] else None
         return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
 
     def _choose(
@@ -268,11 +251,11 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         head = self.head
         if previous is not None:
             logits = head.condition(logits, previous)
-        if previous is not None and head.candidate_selector is not None:
+        if previous is not None and head.options["selector"] is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
-            values = values + head.candidate_selector(previous, states, ids).float()
+            values = values + head.select(previous, states, ids).float()
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
-        return logits if head.lm_head is None else self.to_target_ids(logits)
+        return self.to_target_ids(logits)
 
     def _fill(self, sequences: Requests) -> tuple[torch.Tensor, torch.Tensor]:
         """Normed states and logits [sequences, depth, ...] of the rows that predict drafted tokens."""

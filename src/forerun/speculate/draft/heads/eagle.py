@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from forerun.models.architectures.drafters import eagle, head_config
+from forerun.models.architectures.shapes import Shape, shapes
 from forerun.models.architectures.spec import Spec, bind
 from forerun.models.weights.published import read_eagle
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, FEEDS_RAW
-from forerun.speculate.draft.heads.head import FeedForward, Head, Norm, Sizes
+from forerun.speculate.draft.heads.head import OUTPUT, Head, Sizes
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
+LAYER = "layers.0."
+"""The prefix of the layer's weights in its description."""
 
 
 class EagleHead(Head):
@@ -49,28 +51,25 @@ class EagleHead(Head):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        self.options = {**DEFAULTS, **sizes.options}
-        size, o = sizes.hidden_size, self.options
-        self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.options = o = {**DEFAULTS, **sizes.options}
         self.config = head_config(sizes, o)
+        self.spec = bind(self.config, eagle(mixed=bool(o.get("mixed")), normed=bool(o.get("norm_before_residual"))))
         self.feeds = FEEDS_NORMED if o.get("norm_output") else FEEDS_RAW
-        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
-        self.fc_norm = nn.ModuleList(Norm(size, o["eps"]) for _ in self.layers) if o.get("fc_norm") else None
-        self.hidden_norm = Norm(size, o["eps"])
-        self.post_attention_layernorm = Norm(size, o["eps"])
-        self.norm = Norm(size, o["eps"])
-        mixed = bool(o.get("mixed"))
-        self.mix = nn.Linear(2 * size, size, bias=False) if mixed else None
-        self.input_layernorm = None if mixed else Norm(size, o["eps"])
-        read = size if self.mix is not None else 2 * size
-        self.q_proj = nn.Linear(read, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
-        nn.init.zeros_(self.o_proj.weight)
-        self.mlp = FeedForward(size, o["inner_size"])
-        self.make_lm_head(bool(o.get("own_head")))
+
+    def shapes(self) -> dict[str, Shape]:
+        size, count = self.sizes.hidden_size, len(self.layers)
+        result = {name.removeprefix(LAYER): shape for name, shape in shapes(self.config, self.spec).items()}
+        result |= {"fc.weight": (size, count * size), **self.output_shapes()}
+        result |= {"input_norm.weight": (count * size,)} if self.options.get("norm_before_fc") else {}
+        norms = range(count) if self.options.get("fc_norm") else ()
+        return result | {f"fc_norm.{index}.weight": (size,) for index in norms}
+
+    def pack(self) -> None:
+        super().pack()
+        self.fc: Any = self.linear_of("fc")
+        self.input_norm: Any = self.norm_of("input_norm")
+        norms = [self.norm_of(f"fc_norm.{index}") for index in range(len(self.layers))]
+        self.fc_norm: Any = None if None in norms else norms
 
     def default_layers(self, last: int) -> tuple[int, ...]:
         """Low, middle and high; the paper's 2, n / 2 and n - 3 where the target is deep enough."""
@@ -81,16 +80,13 @@ class EagleHead(Head):
         if self.fc_norm is not None:
             parts = hidden.chunk(len(self.fc_norm), dim=-1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
-        return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
+        result: torch.Tensor = self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
+        return result
 
     def described(self) -> tuple[Any, Spec, dict[str, torch.Tensor]]:
         """Config, spec and weights of the layer, the final norm, and the output layer if it has its own."""
-        tensors, normed = {}, bool(self.options.get("norm_before_residual"))
-        outer = ("norm.", "mix.", "lm_head.", *(["hidden_norm."] if normed else []))
-        for name, tensor in self.named_parameters():
-            if not name.startswith(("fc.", "input_norm.", "fc_norm.")):
-                tensors[name if name.startswith(outer) else f"layers.0.{name}"] = tensor.detach()
-        return self.config, bind(self.config, eagle(mixed=self.mix is not None, normed=normed)), tensors
+        names = {name: name.removeprefix(LAYER) for name in (*shapes(self.config, self.spec), OUTPUT)}
+        return self.config, self.spec, {name: self.tensors[own] for name, own in names.items() if own in self.tensors}
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,30 @@
-"""Trained heads: their weights as modules, and their file format. forerun-lab trains them."""
+"""Trained heads: their weights, and their file format. forerun-lab trains them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import save_file
-from torch import nn
 
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.core.folders import let_read
+from forerun.models.architectures.shapes import Shape, random_weights
 from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.files.gguf import is_gguf
 from forerun.models.formats import ON_CPU, choose, make_linear
+from forerun.models.formats.base import Linear
 from forerun.models.kinds import BLOCKS
-from forerun.models.run import parts
+from forerun.models.run.parts import make_norm
 
 FORMAT = "forerun_head"
 PACKED = "packed"
+OUTPUT = "lm_head.weight"
 Q4_0 = GGMLQuantizationType.Q4_0
 SIZE = Within(least=1, most=2**31 - 1, whole=True)
 COUNTS = ("heads", "kv_heads", "width", "inner_size", "blocks", "window", "draft_vocab_size")
@@ -66,17 +66,20 @@ class Sizes:
             raise ModelError(f"a head has {heads} heads of width {width} for {kv_heads} kv_heads: no multiple, or odd")
 
 
-class Head(nn.Module):
-    """A trained head. Saved as ``config.json`` and ``model.safetensors``."""
+class Head:
+    """A trained head: its options, and its weights by name. Saved as ``config.json`` and ``model.safetensors``.
+    forerun-lab has modules with the same weights, and trains them."""
 
     method: ClassVar[str]
     options_known: ClassVar[frozenset[str]] = frozenset()
     """Permitted keys of ``Sizes.options``."""
     quantizes: ClassVar[bool] = False
     """Whether ``quantization`` applies to all linear layers; False: only to an output layer of its own."""
+    options: dict[str, Any]
+    """``Sizes.options`` with the method's defaults."""
+    tensors: dict[str, torch.Tensor]
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
         self.sizes = sizes
         self.record: dict[str, Any] = {}
         """Further entries of its file: how it was trained, and with which target."""
@@ -84,8 +87,6 @@ class Head(nn.Module):
         """How many times ``pack`` was called."""
         self.quantization: str | None = None
         """The format that ``pack`` gives its weights."""
-        self.lm_head: nn.Linear | None = None
-        """An output layer of its own, over ``token_ids``; None: the target's."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -97,38 +98,55 @@ class Head(nn.Module):
         """``layers`` for a target of ``last`` layers, unless an option sets them."""
         return (last,)
 
-    def make_lm_head(self, own: bool = False) -> None:
-        """Makes an output layer of its own: of ``draft_vocab_size`` rows, if that option is set, where row i stands for
-        token i + d2t[i] (EAGLE-3's file format); else of all tokens if ``own``."""
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each of its weights."""
+        raise TypeError(f"{type(self).__name__} must define shapes")
+
+    def output_shapes(self) -> dict[str, Shape]:
+        """Those of an output layer of its own: of ``draft_vocab_size`` rows, if that option is set, where row i stands
+        for token i + d2t[i] (EAGLE-3's file format); else of all tokens with ``own_head``."""
         rows, sizes = self.sizes.options.get("draft_vocab_size"), self.sizes
-        self.lm_head = nn.Linear(sizes.hidden_size, rows or sizes.vocab_size, bias=False) if own or rows else None
-        if rows:
-            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
+        if not rows and not self.sizes.options.get("own_head"):
+            return {}
+        return {OUTPUT: (rows or sizes.vocab_size, sizes.hidden_size)} | ({"d2t": (rows,)} if rows else {})
 
     def token_ids(self) -> torch.Tensor | None:
         """The tokens of a reduced vocabulary, int64 [n]; None: the target's vocabulary."""
-        d2t = getattr(self, "d2t", None)
+        d2t = self.tensors.get("d2t")
         return None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
 
+    def to(self, *, device: torch.device, dtype: torch.dtype) -> Head:
+        """Moves its weights."""
+        numbers = {name: part for name, part in self.tensors.items() if part.is_floating_point()}
+        self.tensors = {name: part.to(device) for name, part in self.tensors.items()}
+        self.tensors |= {name: part.to(device, dtype) for name, part in numbers.items()}
+        return self
+
     def pack(self) -> None:
-        """Runs linear layers from packed copies of their weights, and norms on kernels, where this machine has them.
-        Call it again after the weights change."""
+        """Makes its layers of its weights. Call it again after these change."""
         self.packed += 1
-        for module in self.modules():
-            if not isinstance(module, nn.Linear | Norm):
-                continue
-            weight = next(module.parameters()).detach()
-            how = choose(weight.dtype, weight.device, "auto")
-            if not isinstance(module, nn.Linear):
-                if how == "streamed":
-                    module.use_kernel()
-            else:
-                bias = None if module.bias is None else module.bias.detach()
-                kind = self.quantization
-                if module is not self.lm_head and not (self.quantizes and kind in BLOCKS):
-                    kind = None  # the target's states differ too much in size for one scale per row
-                make = partial(ON_CPU[kind].make, weight, bias) if kind else partial(make_linear, weight, bias, how)
-                module.forward = _lazy(make)  # type: ignore[assignment, method-assign]
+
+    def linear_of(self, name: str) -> Linear:
+        """A layer between the target's states and its own decoder layers. They differ too much in size for one scale
+        per row, so that only block formats quantize it."""
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+        if self.quantizes and self.quantization in BLOCKS:
+            return ON_CPU[self.quantization].make(weight, bias)
+        return make_linear(weight, bias, choose(weight.dtype, weight.device, "auto"))
+
+    def norm_of(self, name: str) -> Any:
+        """An RMS norm of states; None if it has none of that name."""
+        if (weight := self.tensors.get(f"{name}.weight")) is None:
+            return None
+        how = choose(weight.dtype, weight.device, "auto")
+        return make_norm(weight, self.options["eps"], weight.dtype, kernels=how == "streamed")
+
+    @classmethod
+    def example(cls, sizes: Sizes) -> Head:
+        """A head with random weights."""
+        head = cls(sizes)
+        head.tensors = random_weights(head.shapes())
+        return head
 
     def save(self, folder: Path, record: dict[str, Any] | None = None, *, packed: bool = False) -> None:
         """Writes ``config.json`` and ``model.safetensors`` in bfloat16. With ``packed``, matrices are in GGUF's Q4_0
@@ -137,7 +155,7 @@ class Head(nn.Module):
         config = {FORMAT: self.method, **vars(self.sizes), **({PACKED: Q4_0.name} if packed else {}), **(record or {})}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
         weights = {}
-        for name, tensor in self.state_dict().items():
+        for name, tensor in self.tensors.items():
             if packed and tensor.dim() == 2 and tensor.shape[1] % GGML_QUANT_SIZES[Q4_0][0] == 0:
                 weights[name] = torch.from_numpy(quants.quantize(tensor.float().numpy(), Q4_0))
             else:
@@ -185,9 +203,8 @@ class Head(nn.Module):
     def from_weights(cls, sizes: Sizes, weights: dict[str, torch.Tensor], folder: Path) -> Head:
         """A head with the weights of ``folder``. Raises ModelError unless names and shapes are exactly its own."""
         try:
-            with torch.device("meta"):  # takes no memory, whatever the sizes are
-                requested = {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
-        except (RuntimeError, TypeError) as error:
+            requested = cls.requested(sizes)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
             raise ModelError(f"{folder} holds no readable head: {one_line(error)}") from error
         present = {name: list(part.shape) for name, part in weights.items()}
         for name in sorted({*requested, *present}):
@@ -196,47 +213,22 @@ class Head(nn.Module):
                     f"{folder}: the weights do not fit their config: {name} has shape {present.get(name)}, "
                     f"not {requested.get(name)}"
                 )
+        return cls.made(sizes, {n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
+
+    @classmethod
+    def requested(cls, sizes: Sizes) -> dict[str, list[int]]:
+        """The shapes that its file must have."""
+        return {name: list(shape) for name, shape in cls(sizes).shapes().items()}
+
+    @classmethod
+    def made(cls, sizes: Sizes, weights: dict[str, torch.Tensor]) -> Head:
+        """A head with these weights."""
         head = cls(sizes)
-        head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
+        head.tensors = weights
         return head
-
-
-def _lazy(make: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer that is packed at its first call. If the head runs in one compiled call, most never are."""
-    layer = cache(make)
-    return lambda x: layer()(x)
 
 
 def _unpacked(part: torch.Tensor) -> torch.Tensor:
     if part.dtype != torch.uint8 or part.dim() != 2 or part.shape[1] % GGML_QUANT_SIZES[Q4_0][1]:
         return part
     return torch.from_numpy(quants.dequantize(part.numpy(), Q4_0))
-
-
-class Norm(nn.Module):
-    """RMS norm over the last dimension, computed in float32."""
-
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight.to(x.dtype)
-
-    def use_kernel(self) -> None:
-        """Runs on the CPU kernel from now on."""
-        self.forward = parts.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
-
-
-class FeedForward(nn.Module):
-    """Weights of down(silu(gate x) * up x). ``down`` starts at zero, so that a fresh layer changes nothing."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        nn.init.zeros_(self.down_proj.weight)
