@@ -8,7 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from math import exp
 
 import pytest
@@ -17,7 +17,7 @@ from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Shadow, Verdict, evidence
 from forerun.speculate.length import Seconds, Setting
-from forerun.speculate.length.acceptance import Acceptance
+from forerun.speculate.length.acceptance import Drafting
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Parts
 from forerun.speculate.length.prices import Curve, Prices, Timed
@@ -203,7 +203,7 @@ def test_rows_that_are_not_planned_are_not_reserved():
     one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
     assert policy.longest_nodes(one) in (0, 3)
     policy.release(one)
-    assert not policy.by_sequence
+    assert not any(learnt.own for learnt in policy.drafting.values())
 
 
 XEON = {
@@ -340,44 +340,106 @@ def test_what_is_not_verified_is_learnt_from_all_the_same():
     assert min(lengths[-10:]) > 0
 
 
+@pytest.fixture
+def steady(monkeypatch):
+    """Requests are alike, so that estimates come close to the true rates."""
+    monkeypatch.setattr(Drafting, "OWN", 0.0)
+    monkeypatch.setattr(Drafting, "LENGTHS", 0.01)
+
+
+def learn(drafting, requests, drafts, budget):
+    """Each request makes all ``drafts``, of which (length, accepted tokens) are given."""
+    for number in range(requests):
+        one = sequence(number)
+        for made, kept in drafts:
+            drafting.count(one, budget, Draft.chain([0] * made), kept)
+        drafting.release(one.id)
+
+
+def rates(drafting, one, depth):
+    """By depth, the chance that a token is accepted if all before it are."""
+    chances = [1.0, *drafting.expected(one)[:depth]]
+    return [here / before for before, here in pairwise(chances)]
+
+
+@pytest.mark.usefixtures("steady")
 def test_acceptance_by_depth():
-    method = Acceptance(3, fade=0.999)
-    assert method.rates() == pytest.approx([0.6, 0.6, 0.6])
-    for _ in range(500):
-        for made, kept in [(1, 0), (1, 0), (3, 3), (0, 0)]:
-            method.learn(3, made, kept)
-    first, second, third = method.rates()
+    drafting = Drafting([0, 1, 2, 3], 0.6, 3.0)
+    assert rates(drafting, sequence(0), 1) == pytest.approx([0.6], abs=0.01)
+    learn(drafting, 500, [(1, 0), (1, 0), (3, 3), (0, 0)], 3)
+    first, second, third = rates(drafting, sequence(0), 3)
     assert first == pytest.approx(0.25, abs=0.03)
     assert second > 0.85
     assert third > 0.85
-    assert method.existence()[:2] == pytest.approx([0.75, 1 / 3], abs=0.05)
-    method.cap_weight(3.0)
-    for _ in range(3):
-        method.learn(1, 1, 1)
-    assert method.rates()[0] == pytest.approx((3 * 0.25 + 3 + 3 * 0.6) / 9, abs=0.02)
+    assert drafting.exists[:2] == pytest.approx([0.75, 1 / 3], abs=0.05)
 
 
+@pytest.mark.usefixtures("steady")
 def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short():
     """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
     one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
-    method = Acceptance(4, fade=0.999)
-    for made, kept in [(1, 0), (1, 0), (4, 4), (0, 0)] * 200:
-        method.learn(4, made, kept)
-    rates, chance = method.rates(), 1.0
-    for rate in rates:
-        chance *= rate
+    drafting = Drafting([0, 1, 2, 3, 4], 0.6, 3.0)
+    learn(drafting, 200, [(1, 0), (1, 0), (4, 4), (0, 0)], 4)
+    for chance in drafting.expected(sequence(0)):
         assert chance == pytest.approx(0.25, rel=0.06)
 
 
 def test_a_sequence_moves_what_is_expected_of_its_method():
-    own = Acceptance(2, weight=8.0, fade=0.93)
-    assert own.rates([0.5, 0.8]) == pytest.approx([0.5, 0.8])
+    drafting, one, other = Drafting([0, 1, 2], 0.5, 3.0), sequence(0), sequence(1)
+    assert rates(drafting, one, 2) == pytest.approx([0.5, 0.5], abs=0.04)
     for _ in range(40):
-        own.learn(2, 2, 2)
-    assert min(own.rates([0.5, 0.5])) > 0.75
+        drafting.count(one, 2, Draft.chain([0, 0]), 2)
+    assert min(rates(drafting, one, 2)) > 0.75
+    assert rates(drafting, one, 1) > rates(drafting, other, 1)
     for _ in range(80):
-        own.learn(2, 2, 0)
-    assert own.rates([0.5, 0.5])[0] < 0.3
+        drafting.count(one, 2, Draft.chain([0, 0]), 0)
+    assert rates(drafting, one, 1)[0] < 0.3
+    assert rates(drafting, one, 1) < rates(drafting, other, 1)
+    drafting.release(one.id)
+    assert rates(drafting, one, 2) == rates(drafting, other, 2)
+
+
+def test_answers_without_drafts_bring_back_what_was_expected_at_first():
+    drafting, one = Drafting([0, 1, 2], 0.7, 8.0), sequence(0)
+    first = drafting.expected(one)
+    learn(drafting, 4, [(2, 0)] * 20, 2)
+    assert drafting.expected(one)[0] < 0.2
+    for _ in range(40):
+        drafting.release(one.id)
+    assert drafting.expected(one) == pytest.approx(first, abs=0.01)
+
+
+def test_what_an_earlier_build_has_kept_is_ignored():
+    policy, one = unhurried(1), sequence(0)
+    for _ in range(40):
+        one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+        one_round(policy, [one], as_on(Machine(**LOOKUP)))
+    policy.release(one)
+    policy._lookup("m", samples=False)
+    state = json.loads(json.dumps(policy.state()))
+    same = unhurried(1)
+    same.restore(state)
+    assert same._chances(sequence(1)) == pytest.approx(policy._chances(sequence(1)), abs=0.02)
+    assert same._chances(sequence(1))[0] > unhurried(1)._chances(sequence(1))[0] + 0.1
+    assert same.state() is not None
+    counts, lookups = [[1.0] * 3] * 4, [["m", False, [4.0] * 18, [1.0] * 18]]
+    before = {**state, "acceptance": [["m", None, False, counts]], "lookups": lookups}
+    del before["drafting"]
+    deeper = [["m", False, [[[0.0, 1.0]] * 9, [1.0] * 9, 0.0]]]
+    for other in (
+        before,
+        {**state, "lookups": lookups},
+        {**state, "drafting": deeper},
+        [],
+        None,
+        {**state, "drafting": 1},
+    ):
+        fresh = unhurried(1)
+        fresh.restore(other)
+        assert not fresh.drafting
+        assert not fresh.lookups
+        assert not fresh.lengths.seen
+        assert fresh.state() is None
 
 
 def test_newcomers_draft_as_soon_as_their_prompt_is_read():

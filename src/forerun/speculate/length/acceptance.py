@@ -1,12 +1,14 @@
-"""What a length policy learns: lengths of answers, acceptance by depth, and by what a look-up has found."""
+"""What a length policy learns of answers and drafts: how long answers are, and which tokens are accepted."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import log
+from math import exp, log, sqrt
+from typing import Any
 
 from forerun.core.request import RequestState
+from forerun.core.tree import Draft
 
 
 class AnswerLengths:
@@ -35,133 +37,142 @@ class AnswerLengths:
         return chance / weight, (self.WEIGHT * start * log((start + most) / end) + sum(after)) / weight
 
 
-class Acceptance:
-    """What recent drafts yielded by depth, as counts that decay by ``fade`` with each draft.
+class Drafting:
+    """Whether a method's drafted tokens are accepted if all before them are: an online logistic regression.
 
-    ``rates`` and ``existence`` are estimates: the prior weighs as much as ``weight`` drafts and decays as well.
+    A token's log odds are the sum of its depth's, its request's, and, if its drafter began with the last tokens of the
+    text, its window's. Each is a mean and a variance, which a step of an extended Kalman filter updates. What a depth
+    learns moves deeper ones, too, as far as they are not known themselves, but not those before it.
     """
 
-    FIRST = 0.6
-    """The prior rate at the first depth; deeper, the prior is the estimate of the depth before."""
-    LEAST_WEIGHT = 0.5
-    """The least weight of the prior."""
+    DEEPER, DRIFT = 1.0, 0.002
+    """Variance between a depth and the one before, and what the variance of a depth grows by with each draft."""
+    OWN, FADE = 0.3, 0.005
+    """Variance of a request's log odds, and how much of its own estimate is forgotten with each token."""
+    AGE = 0.2
+    """How much is forgotten with each request for which nothing was drafted."""
+    LENGTHS = 0.05
+    """Weight of a draft in the mean length."""
 
-    def __init__(self, depth: int, weight: float = 3.0, fade: float = 0.95, first: float = FIRST) -> None:
-        self.weight = weight
-        self.fade = fade
-        self.first = first
-        self._prior_weight = weight
-        self.reached = [0.0] * depth
-        """Drafts whose tokens before this depth were all accepted."""
-        self.accepted = [0.0] * depth
-        self.requested = [0.0] * depth
-        """Drafts that were budgeted to this depth and had a token one depth before it."""
-        self.drafted = [0.0] * depth
-        self.extra_nodes = 0.0
+    WINDOWS = (64, 128, 256)
+    """A drafter may begin with the last so many tokens, if its backlog is at least twice as long."""
+    WINDOW_LOSS, BEGUN = 24.0, 3.0
+    """One that began with the last n tokens keeps n / (n + WINDOW_LOSS) of its first rate (at 128: 0.83 to 0.89); the
+    variance of that in log odds."""
+
+    def __init__(self, nodes: Sequence[int], rate: float, weight: float) -> None:
+        """``rate``: the acceptance rate before anything was tried, which weighs as much as ``weight`` tokens."""
+        self.depth, self.nodes, first = len(nodes) - 1, nodes, _log_odds(rate)
+        self.prior = [(first, 1.0 / (weight * rate * (1.0 - rate))), *[(first, self.DEEPER)] * (self.depth - 1)]
+        self.depths = [[*each] for each in self.prior]
+        self.begun = {n: [_log_odds(rate * n / (n + self.WINDOW_LOSS)) - first, self.BEGUN] for n in self.WINDOWS}
+        self.own: dict[int, list[float]] = {}
+        """By request."""
+        self.exists = [1.0] * self.depth
+        """By depth, the chance that a draft has a token there if it has one at the depth before."""
+        self.extra = 0.0
         """Mean number of nodes beyond those of a draft's depth: a second token beside the last one."""
 
-    @property
-    def counts(self) -> tuple[list[float], list[float], list[float], list[float]]:
-        return self.reached, self.accepted, self.requested, self.drafted
+    def expected(self, sequence: RequestState) -> list[float]:
+        """By depth, the chance that all tokens of the sequence's next draft up to there are accepted."""
+        mean, variance = self.own.get(sequence.id, (0.0, self.OWN))
+        if sequence.reads is not None:
+            mean += self.begun[sequence.reads][0]
+        result, side = [0.0] * self.depth, sqrt(3.0 * variance)
+        for offset, weight in ((mean - side, 1 / 6), (mean, 2 / 3), (mean + side, 1 / 6)):  # the normal distribution
+            for index, (odds, _) in enumerate(self.depths):
+                weight /= 1.0 + exp(-odds - offset)
+                result[index] += weight
+        return result
 
-    def count(self, extra_nodes: int) -> None:
-        self.extra_nodes += (1.0 - self.fade) * (extra_nodes - self.extra_nodes)
+    def count(self, sequence: RequestState, budget: int, draft: Draft, matched: int) -> None:
+        """Learns from a draft of at most ``budget`` tokens."""
+        self.extra += self.LENGTHS * (max(0, len(draft) - self.nodes[draft.depth]) - self.extra)
+        others = [self.own.setdefault(sequence.id, [0.0, self.OWN])]
+        if sequence.reads is not None:
+            others.append(self.begun[sequence.reads])
+        moved, asked = 0.0, min(budget, draft.depth + 1)
+        for index, (depth, (_, most)) in enumerate(zip(self.depths, self.prior)):
+            depth[1] = min(depth[1] + self.DRIFT, most)
+            moved *= depth[1] / most
+            depth[0] += moved
+            if index < asked:
+                self.exists[index] += self.LENGTHS * ((index < draft.depth) - self.exists[index])
+                if index <= matched:
+                    moved += _update([depth, *others], index < matched)
 
-    def learn(self, requested: int, drafted: int, accepted: int) -> None:
-        """Count one draft, by its lengths."""
-        fade = self.fade
-        self._prior_weight = max(fade * self._prior_weight, self.LEAST_WEIGHT)
-        for depth in range(min(requested, drafted + 1, len(self.requested))):
-            self.requested[depth] = fade * self.requested[depth] + 1.0
-            self.drafted[depth] = fade * self.drafted[depth] + (depth < drafted)
-            if depth <= accepted:
-                self.reached[depth] = fade * self.reached[depth] + 1.0
-                self.accepted[depth] = fade * self.accepted[depth] + (depth < accepted)
+    def forget(self, request: int) -> None:
+        """A round of this request had no draft."""
+        if (own := self.own.get(request)) is not None:
+            own[:] = own[0] - self.FADE * own[0], own[1] + self.FADE * (self.OWN - own[1])
 
-    def take(self, counts: Sequence[Sequence[float]], most: float) -> None:
-        """Takes ``counts`` from elsewhere, of at most so many drafts. Raises ValueError for another depth."""
-        depth = len(self.reached)
-        if len(counts) != 4 or any(len(values) != depth for values in counts):
-            raise ValueError(f"not counts of {depth} depths")
-        self.reached, self.accepted, self.requested, self.drafted = ([float(x) for x in values] for values in counts)
-        self.cap_weight(most)
+    def release(self, request: int) -> None:
+        """This request has ended. If nothing was drafted for it, what earlier ones taught holds less."""
+        if self.own.pop(request, None) is None:
+            for depth, (mean, most) in zip(self.depths, self.prior):
+                depth[:] = depth[0] + self.AGE * (mean - depth[0]), depth[1] + self.AGE * (most - depth[1])
 
-    def cap_weight(self, most: float) -> None:
-        """Reduce the evidence to at most so many drafts, so that new ones change the estimates."""
-        for counts, hits in ((self.reached, self.accepted), (self.requested, self.drafted)):
-            for depth, count in enumerate(counts):
-                if count > most:
-                    counts[depth], hits[depth] = most, hits[depth] * most / count
+    def state(self) -> Any:
+        return self.depths, self.exists, self.extra
 
-    def rates(self, prior: Sequence[float] | None = None) -> list[float]:
-        """By depth, the chance that a draft has a token there and that it is accepted, if all before it are.
-
-        ``prior``: rates by depth without evidence; evidence at one depth multiplies the odds at deeper ones, too. None:
-        ``first``, then the estimate of the depth before.
-        """
-        if prior is None:
-            return self._chances(self.reached, self.accepted, self.first)
-        rates, lift = [], 1.0
-        for hit, n, rate in zip(self.accepted, self.reached, prior):
-            lifted = lift * rate / (1.0 - rate + lift * rate)
-            rates.append((hit + self.weight * lifted) / (n + self.weight))
-            lift = _odds(rates[-1]) / _odds(rate)
-        return rates
-
-    def existence(self) -> list[float]:
-        """By depth, the chance that a draft has a token there, accepted or not, if it has one at the depth before."""
-        return self._chances(self.requested, self.drafted, 1.0)
-
-    def _chances(self, counts: Sequence[float], hits: Sequence[float], before: float) -> list[float]:
-        chances = []
-        for count, hit in zip(counts, hits):
-            before = (hit + self._prior_weight * before) / (count + self._prior_weight)
-            chances.append(before)
-        return chances
+    def restore(self, state: Any) -> None:
+        """Raises TypeError or ValueError for the state of other depths. It is less certain than what is learnt now."""
+        depths, exists, self.extra = state
+        self.depths = [[float(mean), max(0.2, float(v))] for (mean, v), _ in zip(depths, self.depths, strict=True)]
+        if not all(abs(mean) < 100.0 and variance < 100.0 for mean, variance in self.depths):
+            raise ValueError("no log odds")
+        self.exists = [float(rate) for rate, _ in zip(exists, self.exists, strict=True)]
 
 
-def _odds(rate: float) -> float:
-    rate = max(0.01, min(rate, 0.99))
-    return rate / (1.0 - rate)
+def _update(parts: Sequence[list[float]], kept: bool) -> float:
+    """One token, whose log odds are the sum of ``parts``: means and variances. By how much it moved the first mean."""
+    before = parts[0][0]
+    chance = 1.0 / (1.0 + exp(-sum([mean for mean, _ in parts])))
+    spread = chance * (1.0 - chance)
+    scale = 1.0 + spread * sum([variance for _, variance in parts])
+    for part in parts:
+        part[0] = max(-6.0, min(part[0] + part[1] * (kept - chance) / scale, 6.0))
+        part[1] *= 1.0 - spread * part[1] / scale
+    return parts[0][0] - before
 
 
-class LookupAcceptance:
+def _log_odds(rate: float) -> float:
+    return log(rate / (1.0 - rate))
+
+
+class Lookups:
     """Acceptance of looked-up tokens by their ``evidence`` (see ``Draft.evidence``).
 
     A request's own factor, of kept over expected tokens, starts at 1.
     """
 
-    PRIOR = tuple(
-        frequency * length / (length + 1.2) for length in (1, 2, 3.5, 6, 12, 24) for frequency in (0.2, 0.55, 0.95)
-    )
-    """Rates by evidence before anything was tried."""
-    WEIGHT, FADE = 4.0, 0.995
-    """How many tokens the prior weighs, and the decay of earlier tokens."""
-    OWN_WEIGHT, OWN_FADE = 1.0, 0.95
+    WEIGHT, FADE, OWN_FADE = 4.0, 0.995, 0.95
+    """How many tokens the prior weighs, and the decay of earlier tokens: of all, and of a request."""
 
     def __init__(self) -> None:
-        self.tried = [self.WEIGHT] * len(self.PRIOR)
-        self.kept = [self.WEIGHT * rate for rate in self.PRIOR]
+        self.prior = [n * long / (long + 1.2) for long in (1, 2, 3.5, 6, 12, 24) for n in (0.2, 0.55, 0.95)]
+        self.tried, self.kept = [self.WEIGHT] * len(self.prior), [self.WEIGHT * rate for rate in self.prior]
         self.own: dict[int, tuple[float, float]] = {}
         """By sequence: tokens kept, and tokens that were expected to be."""
 
     def rate(self, sequence: int, evidence: int) -> float:
         """The chance that a token with this evidence is accepted, if all before it are."""
         kept, expected = self.own.get(sequence, (0.0, 0.0))
-        factor = (kept + self.OWN_WEIGHT) / (expected + self.OWN_WEIGHT)
-        return min(factor * self.kept[evidence] / self.tried[evidence], 0.98)
+        return min((kept + 1.0) / (expected + 1.0) * self.kept[evidence] / self.tried[evidence], 0.98)
 
     def learn(self, sequence: int, evidence: int, kept: bool) -> None:
         """Counts one token."""
-        had, expected = self.own.get(sequence, (0.0, 0.0))
-        expects = self.kept[evidence] / self.tried[evidence]
+        (had, expected), expects = self.own.get(sequence, (0.0, 0.0)), self.kept[evidence] / self.tried[evidence]
         self.own[sequence] = self.OWN_FADE * had + kept, self.OWN_FADE * expected + expects
         prior = (1.0 - self.FADE) * self.WEIGHT
         self.tried[evidence] = self.FADE * self.tried[evidence] + prior + 1.0
-        self.kept[evidence] = self.FADE * self.kept[evidence] + prior * self.PRIOR[evidence] + kept
+        self.kept[evidence] = self.FADE * self.kept[evidence] + prior * self.prior[evidence] + kept
 
-    def take(self, tried: Sequence[float], kept: Sequence[float]) -> None:
-        """Takes counts from elsewhere. Raises ValueError for another number of kinds."""
-        if not len(tried) == len(kept) == len(self.PRIOR):
-            raise ValueError(f"not counts of {len(self.PRIOR)} kinds")
-        self.tried, self.kept = [float(x) for x in tried], [float(x) for x in kept]
+    def state(self) -> Any:
+        return self.tried, self.kept
+
+    def restore(self, state: Any) -> None:
+        """Raises TypeError or ValueError for the state of other kinds."""
+        tried, kept = state
+        pairs = [(float(n), float(hit)) for n, hit, _ in zip(tried, kept, self.prior, strict=True)]
+        self.tried, self.kept = map(list, zip(*pairs))

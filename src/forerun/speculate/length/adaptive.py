@@ -24,7 +24,7 @@ from typing import Any
 
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
-from forerun.speculate.length.acceptance import Acceptance, AnswerLengths, LookupAcceptance
+from forerun.speculate.length.acceptance import AnswerLengths, Drafting, Lookups
 from forerun.speculate.length.base import LengthPolicy, Parts, Seconds, Setting, policies
 from forerun.speculate.length.prices import Prices, PriceTable
 
@@ -73,20 +73,14 @@ class Adaptive(LengthPolicy):
     CHECK, CHECK_EVERY, CHECK_SOON = 7, 300, 12
     """Plain rounds that measure the machine's speed: once in so many rounds with drafts, and sooner where prices of
     such batches were not measured."""
+    LATE = 8
+    """The same after so many rounds with drafts that were much slower."""
     WARM, COLD = 5, 0.5
     """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
-    TRIAL_WEIGHT = 6.0
-    """Most drafts that evidence from another process weighs."""
-    OWN_WEIGHT, OWN_FADE = 5.0, 0.95
-    """Evidence about a single sequence: the weight of its method's rates, and the decay per draft."""
-    MODEL_RATE, MODEL_WEIGHT = 0.7, 8.0
-    """For draft models: the prior acceptance rate, and its weight in drafts."""
-    WINDOWS = (64, 128, 256)
-    """A drafter may start from the last so many tokens, if its backlog is at least twice as long."""
+    RATE, WEIGHT, MODEL_RATE, MODEL_WEIGHT = 0.6, 4.0, 0.7, 8.0
+    """Prior acceptance rates, and their weights in tokens: of a drafter, of a draft model."""
     WAITS = (2, 4, 8, 16, 32)
     """After so many more tokens, a drafter may begin to read."""
-    WINDOW_LOSS = 24.0
-    """A drafter that reads the last n tokens keeps n / (n + WINDOW_LOSS) of each rate (at 128: 0.83 to 0.89)."""
     LEAST, BETTER, FINDS = 0.05, 1.15, 0.15
     """Least tokens that a looked-up chain must bring; by how much more than the other part's draft; and what look-ups
     bring before any was made."""
@@ -100,10 +94,9 @@ class Adaptive(LengthPolicy):
         self.prices = Prices(
             setting.nodes, setting.row_multiple, setting.mixture, setting.trials, setting.threads, setting.busy
         )
-        self.acceptance: dict[tuple[str, int | None, bool], Acceptance] = {}
-        """By method, the number of tokens that the drafter started from (None: all), and whether requests sample."""
-        self.lookups: dict[tuple[str, bool], LookupAcceptance] = {}
-        self.by_sequence: dict[int, Acceptance] = {}
+        self.drafting: dict[tuple[str, bool], Drafting] = {}
+        """By method, and whether requests sample."""
+        self.lookups: dict[tuple[str, bool], Lookups] = {}
         self.lengths = AnswerLengths()
         self._losses = deque([0.0], maxlen=self.WINDOW)
         self._lost = 0.0
@@ -130,8 +123,8 @@ class Adaptive(LengthPolicy):
         self._backlogged = False
         self._planning = 0.0
         """Seconds of a plan, usually."""
-        self._known_rates: dict[object, list[float]] = {}
-        """Those of ``_rates``, while a plan is made."""
+        self._chances_now: dict[object, list[float]] = {}
+        """Those of ``_chances``, while a plan is made."""
 
     def move(self, setting: Setting) -> None:
         super().move(setting)
@@ -202,7 +195,7 @@ class Adaptive(LengthPolicy):
         table, plan, count = self._table, self._plan, len(self._budgets)
         if table is None:
             return len(draft)
-        learnt = self._lookup(draft.method or "", sequence)
+        learnt = self._lookup(draft.method or "", not sequence.params.greedy)
         price = self.prices.verify(table, count, count)
         best, most = 0, self.BETTER * plan.net.get(sequence.id, 0.0) + self.LEAST
         chance, expected, gain = 1.0, 0.0, 0.0
@@ -221,10 +214,12 @@ class Adaptive(LengthPolicy):
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         count, rows = len(sequences), len(sequences) + sum(map(len, drafts))
-        self._known_rates.clear()
+        self._chances_now.clear()
         for sequence, draft, verdict, budget in zip(sequences, drafts, verdicts, self._budgets):
             if budget or draft.shadow:
                 self._learn(sequence, draft, verdict.matched, verdict.tokens)
+            if not budget and sequence.drafter is not None:
+                self._drafting(sequence).forget(sequence.id)
         table = self._table
         if table is None or not all(verdict.fed == 1 for verdict in verdicts):
             return  # a round that also read a prompt says nothing of what verifying costs
@@ -246,7 +241,7 @@ class Adaptive(LengthPolicy):
         self._lost += loss - (self._losses[0] if len(self._losses) == self.WINDOW else 0.0)
         self._losses.append(loss)
         self._plan.lost += loss
-        if self._plan.lost > self.PLAN_LOSS:
+        if self._plan.lost > self.PLAN_LOSS or (drafted and self.prices.slower == self.LATE):
             self._plan.rounds_left = 0
         if loss < 0.0:  # a gain; a trial's own is saved whole, since the trial was paid in advance
             self._savings -= loss * (1.0 if self._plan.trial else self.EARNS)
@@ -264,20 +259,13 @@ class Adaptive(LengthPolicy):
         if draft.shadow is not None:
             method, depth, token, evidence = draft.shadow
             if matched >= depth and len(tokens) > depth:
-                self._lookup(method, sequence).learn(sequence.id, evidence, tokens[depth] == token)
+                self._lookup(method, not sequence.params.greedy).learn(sequence.id, evidence, tokens[depth] == token)
         if draft.evidence:
-            learnt = self._lookup(draft.method or "", sequence)
+            learnt = self._lookup(draft.method or "", not sequence.params.greedy)
             for depth, evidence in enumerate(draft.evidence[: matched + 1]):
                 learnt.learn(sequence.id, evidence, depth < matched)
-        elif steps is not None and (sequence.depths or {}).get(steps):
-            requested = min((sequence.depths or {})[steps], self.longest_depth(sequence))
-            nodes = self.setting.nodes[sequence.drafter or ""][draft.depth]
-            for acceptance in (self._acceptance(sequence), self._own(sequence)):
-                acceptance.learn(requested, draft.depth, matched)
-            self._acceptance(sequence).count(max(0, len(draft) - nodes))
-
-    def longest_depth(self, sequence: RequestState) -> int:
-        return len(self.setting.nodes[sequence.drafter or ""]) - 1
+        elif steps is not None and (budget := (sequence.depths or {}).get(steps)):
+            self._drafting(sequence).count(sequence, budget, draft, matched)
 
     def longest_nodes(self, sequence: RequestState) -> int:
         """At most the plan's budget, so that no rows and pages are reserved in vain."""
@@ -298,51 +286,46 @@ class Adaptive(LengthPolicy):
             plan.depths = {**plan.depths, sequence.id: plan.depths[source.id]}
 
     def release(self, sequence: RequestState) -> None:
-        self.by_sequence.pop(sequence.id, None)
         self._found.pop(sequence.id, None)
         self._credit.pop(sequence.id, None)
+        if sequence.drafter is not None:
+            self._drafting(sequence).release(sequence.id)
         for learnt in self.lookups.values():
             learnt.own.pop(sequence.id, None)
         self._vain //= 2  # the next answer may be of another kind
         if sequence.num_output:
             self.lengths.seen.append(sequence.num_output)
 
-    def _lookup(self, method: str, sequence: RequestState) -> LookupAcceptance:
-        return self.lookups.setdefault((method, not sequence.params.greedy), LookupAcceptance())
+    def _lookup(self, method: str, samples: bool) -> Lookups:
+        return self.lookups.setdefault((method, samples), Lookups())
 
-    def _acceptance(self, sequence: RequestState, reads: int | None = -1) -> Acceptance:
-        method, reads = sequence.drafter or "", sequence.reads if reads == -1 else reads
-        key = method, reads, not sequence.params.greedy
-        if key not in self.acceptance:
-            prior = (self.MODEL_WEIGHT, 0.95, self.MODEL_RATE) if method in self.setting.models else ()
-            self.acceptance[key] = Acceptance(self.longest_depth(sequence), *prior)
-        return self.acceptance[key]
+    def _drafting(self, sequence: RequestState) -> Drafting:
+        return self._learnt(sequence.drafter or "", not sequence.params.greedy)
 
-    def _own(self, sequence: RequestState) -> Acceptance:
-        if sequence.id not in self.by_sequence:
-            depth = self.longest_depth(sequence)
-            self.by_sequence[sequence.id] = Acceptance(depth, self.OWN_WEIGHT, self.OWN_FADE)
-        return self.by_sequence[sequence.id]
+    def _learnt(self, method: str, samples: bool) -> Drafting:
+        if (method, samples) not in self.drafting:
+            model = method in self.setting.models
+            prior = (self.MODEL_RATE, self.MODEL_WEIGHT) if model else (self.RATE, self.WEIGHT)
+            self.drafting[method, samples] = Drafting(self.setting.nodes[method], *prior)
+        return self.drafting[method, samples]
 
-    def _rates(self, sequence: RequestState) -> list[float]:
-        """By depth, the chance that a token of this sequence's next draft is accepted if all before it are."""
-        own = self.by_sequence.get(sequence.id)
-        key = sequence.id, sequence.reads, own is None
-        if key not in self._known_rates:
-            rates = self._acceptance(sequence, None).rates()
-            if sequence.reads is not None:
-                quality = sequence.reads / (sequence.reads + self.WINDOW_LOSS)
-                rates = self._acceptance(sequence).rates([quality * rate for rate in rates])
-            self._known_rates[key] = own.rates(rates) if own is not None else rates
-        return self._known_rates[key]
+    def _chances(self, sequence: RequestState) -> list[float]:
+        """By depth, the chance that all tokens of this sequence's next draft up to there are accepted."""
+        drafting = self._drafting(sequence)
+        own = sequence.id if sequence.id in drafting.own else None
+        key = sequence.drafter, sequence.params.greedy, own, sequence.reads
+        if key not in self._chances_now:
+            self._chances_now[key] = drafting.expected(sequence)
+        return self._chances_now[key]
 
     def _make_plan(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
         ids = frozenset([sequence.id for sequence in sequences])
-        self._known_rates.clear()
+        self._chances_now.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
         reading = any(sequence.scheduled > 1 for sequence in sequences)
         every = self.CHECK_SOON if table.unchecked else self.CHECK_EVERY
-        if self._since_plain >= every and not reading and self._checking < 0:
+        due = self._since_plain >= every or self.prices.slower >= self.LATE
+        if due and not reading and self._checking < 0:
             self._checking = self.CHECK
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)
@@ -363,10 +346,10 @@ class Adaptive(LengthPolicy):
         return best
 
     def _least(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
-        """Drafts of one or two tokens for the sequence with the highest rates."""
+        """A draft of one or two tokens for the sequence with the highest chance."""
         depth = 2 if len(sequences) == 1 else 1
-        rates = [(-self._rates(s)[0], s.id, min(cap, depth)) for s, cap in zip(sequences, longest) if cap]
-        depths = {key: depth for _, key, depth in sorted(rates)[:1]}
+        _, key, cap = max((self._chances(s)[0], -s.id, cap) for s, cap in zip(sequences, longest) if cap)
+        depths = {-key: min(cap, depth)}
         return Plan(depths, self._speedup(sequences, depths, table))
 
     def _trial(self, sequences: Requests, plan: Plan, table: PriceTable) -> Plan:
@@ -392,7 +375,7 @@ class Adaptive(LengthPolicy):
             depth = plan.depths.get(sequence.id, 0)
             if not depth:
                 continue
-            tokens = sum(accumulate(self._rates(sequence)[:depth], mul))
+            tokens = sum(self._chances(sequence)[:depth])
             method = sequence.drafter or ""
             drafting = self.prices.draft(table, method, depth) / len(plan.depths)
             rows = self.prices.verify(table, count + self.setting.nodes[method][depth], count) - base
@@ -404,8 +387,8 @@ class Adaptive(LengthPolicy):
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
             if cap:
-                rates = accumulate(self._rates(sequence)[:cap], mul)
-                chances += [(chance, index, depth) for depth, chance in enumerate(rates, 1)]
+                each = self._chances(sequence)[:cap]
+                chances += [(chance, index, depth) for depth, chance in enumerate(each, 1)]
         chances.sort(key=lambda each: -each[0])
         depths, best, speed = [0] * len(sequences), [0] * len(sequences), 1.0
         step = max(1, len(sequences) // 2)  # of a large batch every prefix would be priced, to no end
@@ -421,7 +404,7 @@ class Adaptive(LengthPolicy):
     def _expected_tokens(self, sequences: Requests, depths: Mapping[int, int]) -> float:
         """Expected tokens of a round."""
         drafting = [(sequence, depths[sequence.id]) for sequence in sequences if sequence.id in depths]
-        return len(sequences) + sum(sum(accumulate(self._rates(s)[:depth], mul)) for s, depth in drafting)
+        return len(sequences) + sum(sum(self._chances(s)[:depth]) for s, depth in drafting)
 
     def _speedup(self, sequences: Requests, depths: Mapping[int, int], table: PriceTable, copies: int = 1) -> float:
         """Expected tokens per second over those of plain decoding, for so many ``copies`` of the sequences."""
@@ -433,14 +416,14 @@ class Adaptive(LengthPolicy):
             depth, method = depths.get(sequence.id, 0), sequence.drafter
             if not depth or method is None:
                 continue
-            key = method, sequence.reads, sequence.params.greedy, depth
+            key = method, sequence.params.greedy, depth
             if key in known:
                 rows += known[key]
                 continue
-            acceptance = self._acceptance(sequence)
-            extra = self._acceptance(sequence, None).extra_nodes
+            learnt = self._drafting(sequence)
+            extra = learnt.extra
             nodes = [number + (extra if length else 0.0) for length, number in enumerate(self.setting.nodes[method])]
-            exists = list(accumulate(acceptance.existence()[:depth], mul))
+            exists = list(accumulate(learnt.exists[:depth], mul))
             ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # chance of each length
             # Prices bend: of one sequence their mean over lengths counts. A batch is near its mean number of rows.
             if count == 1:
@@ -466,13 +449,14 @@ class Adaptive(LengthPolicy):
             method = sequence.drafter
             if not longest[index] or method is None:
                 continue
-            backlog, reads, started = self.setting.backlog(sequence), sequence.reads, sequence.id in self.by_sequence
+            backlog, reads, drafting = self.setting.backlog(sequence), sequence.reads, self._drafting(sequence)
+            started = sequence.id in drafting.own
             waits = backlog > self.setting.nodes[method][-1] + 1
             options: list[tuple[int | None, int]] = [(reads, backlog if waits else 0)]
             if started and reads is not None:
                 options.append((None, len(sequence.tokens)))
             elif waits and not started:
-                windows = self.WINDOWS if method in self.setting.skips else ()
+                windows = drafting.WINDOWS if method in self.setting.skips else ()
                 options = [(None, backlog), *((n, n) for n in windows if 2 * n <= backlog)]
             elif not waits:
                 continue
@@ -486,8 +470,8 @@ class Adaptive(LengthPolicy):
                 continue
             if best > 0.0:
                 sequence.reads = options[now.index(best)][0]
-                if started and sequence.reads != reads:
-                    del self.by_sequence[sequence.id]
+                if sequence.reads != reads:
+                    drafting.own.pop(sequence.id, None)
             elif waits and not self._affords(price * backlog / token):
                 longest[index] = 0
 
@@ -506,47 +490,37 @@ class Adaptive(LengthPolicy):
         ``count``: answers like this one in the batch. ``known``: results for drafts without evidence of their own.
         """
         # The plan below reads both of these; they are put back behind it.
-        before, sequence.reads = sequence.reads, reads
-        own = self.by_sequence.pop(sequence.id) if reads != before and sequence.id in self.by_sequence else None
-        key = None if sequence.id in self.by_sequence else (sequence.drafter, sequence.params.greedy, cap, reads)
-        if key is None or key not in known:
+        before, sequence.reads, all_own = sequence.reads, reads, self._drafting(sequence).own
+        own = all_own.pop(sequence.id, None) if reads != before else None
+        known_by = sequence.id if sequence.id in all_own else None
+        key = known_by, sequence.drafter, sequence.params.greedy, cap, reads
+        if key not in known:
             best = self._best_plan([sequence], [cap], table, count)
             # The last draft reaches beyond the end of the answer, so that a round's tokens save nothing.
             known[key] = self._expected_tokens([sequence], best.depths), 1.0 - 1.0 / best.speedup
         sequence.reads = before
         if own is not None:
-            self.by_sequence[sequence.id] = own
+            all_own[sequence.id] = own
         return known[key]
 
     def state(self) -> dict[str, Any] | None:
         """What was learnt, as JSON, for the next engine of the same kind on this machine; None if it is nothing."""
         if not self.prices.tables:
             return None
-        acceptance = [
-            [method, reads, samples, [[round(value, 3) for value in values] for values in each.counts]]
-            for (method, reads, samples), each in self.acceptance.items()
-        ]
-        lookups = [[*key, each.tried, each.kept] for key, each in self.lookups.items()]
-        return {
-            "prices": self.prices.state(), "acceptance": acceptance, "lookups": lookups,
-            "lengths": list(self.lengths.seen),
-        }  # fmt: skip
+        drafting, lookups = ([[*key, each.state()] for key, each in d.items()] for d in (self.drafting, self.lookups))
+        lengths = list(self.lengths.seen)
+        return {"prices": self.prices.state(), "drafting": drafting, "lookups": lookups, "lengths": lengths}
 
     def restore(self, state: Any) -> None:
         """Continues from another engine's ``state``. Anything else is ignored."""
         try:
             lengths = [int(length) for length in state["lengths"]]
-            acceptance, lookups = {}, {}
-            for method, reads, samples, counts in state["acceptance"]:
-                prior = (self.MODEL_WEIGHT, 0.95, self.MODEL_RATE) if method in self.setting.models else ()
-                each = Acceptance(len(self.setting.nodes[method]) - 1, *prior)
-                each.take(counts, self.TRIAL_WEIGHT)
-                acceptance[method, reads, bool(samples)] = each
-            for method, samples, tried, kept in state["lookups"]:
-                lookup = lookups[method, bool(samples)] = LookupAcceptance()
-                lookup.take(tried, kept)
+            for method, samples, learnt in state["drafting"]:
+                self._learnt(str(method), bool(samples)).restore(learnt)
+            for method, samples, learnt in state["lookups"]:
+                self._lookup(str(method), bool(samples)).restore(learnt)
             self.prices.restore(state["prices"])
         except (TypeError, KeyError, ValueError):
+            self.drafting, self.lookups = {}, {}
             return
-        self.acceptance, self.lookups = acceptance, lookups
         self.lengths.seen.extend(lengths)

@@ -139,6 +139,8 @@ class Prices:
     """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
     APART = 0.02
     """Weight of a verification of drafts, compared with the last ones of other numbers of rows."""
+    SLOWER = 0.2
+    """Log of the seconds by which rounds with drafts must have become slower than the table says to be checked."""
     STALE = 0.15
     """Tables with a mean bias beyond this are not kept: the next engine measures anew."""
 
@@ -163,6 +165,10 @@ class Prices:
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=16)
         """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
         self._common = 0.0
+        self.slower = 0
+        """For so many rounds with drafts, all were much slower than the machine was before."""
+        self._before = inf
+        """Log of the level that plain rounds have shown, or of the least since then."""
         self._rounds = self._sequences = 0
 
     def units(self, rows: float, sequences: int, experts: int = 0) -> int:
@@ -276,7 +282,10 @@ class Prices:
             self._sequences = sequences
             self._plain.clear()
             self._drafted.clear()
+            self.slower, self._before = 0, inf
         if rows > sequences:
+            self._before = min(self._before, log(table.level))
+            self.slower = self.slower + 1 if log(level) > self._before + self.SLOWER else 0
             if self._drafted:  # by how much these rows are dearer than others of the last rounds
                 apart = residual - table.rows_bias(units) - self._common
                 self._common += 0.1 * apart
@@ -288,7 +297,8 @@ class Prices:
         elif warm:
             self._plain.append(residual)
             if len(self._plain) == 2:
-                self._compare(table, sum(self._plain) / 2)
+                self.slower, self._before = 0, sum(self._plain) / 2
+                self._compare(table, self._before)
 
     def _compare(self, table: PriceTable, plain: float) -> None:
         """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
@@ -299,9 +309,9 @@ class Prices:
         for units, residuals in by_rows.items():
             apart = max(-0.7, min(median(residuals) - plain, 0.7))
             before = table.rows_bias(units)
-            weight = 0.5 if table.unchecked else min(0.2, 0.05 * len(residuals))
+            share = 0.5 if abs(apart - before) > self.SLOWER else 0.2
+            weight = 0.5 if table.unchecked else min(share, 0.05 * len(residuals))
             table.bias[units] = before + weight * (apart - before)
-        table.unchecked = max(0, table.unchecked - bool(by_rows))
 
     def state(self) -> list[Any]:
         """The tables that were measured well, as JSON."""
