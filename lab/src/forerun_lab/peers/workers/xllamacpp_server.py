@@ -1,5 +1,9 @@
 """llama.cpp's server from the wheel ``xllamacpp``, with those options of ``llama-server`` that a peer needs:
-``INTERPRETER xllamacpp_server.py -m FILE --port PORT [-md FILE] [--spec-type draft-simple|ngram-simple|...]``."""
+``INTERPRETER xllamacpp_server.py -m FILE --port PORT [-md FILE] [--spec-type draft-simple|ngram-simple|...]``.
+A program for ``--peers llama-server=PROGRAM`` is this file behind a first line that names the interpreter:
+
+    (echo "#!$PWD/xllama/bin/python"; cat xllamacpp_server.py) > llama-server && chmod +x llama-server
+"""
 
 import argparse
 import signal
