@@ -273,6 +273,13 @@ def test_prices_are_guessed_where_nothing_can_be_measured():
     table = prices.at(1)
     assert prices.verify(table, 3, 1) > prices.verify(table, 1, 1)
     assert prices.draft(table, "m", 2) > 0.0
+    for compared in range(prices.UNCHECKED):
+        assert table.unchecked == prices.UNCHECKED - compared
+        prices.observe(table, 1, 3, 1.3, 0, warm=False)
+        for _ in range(2):
+            prices.observe(table, 1, 1, 1.0, 0, warm=True)
+    assert table.unchecked == 0
+    assert prices.verify(table, 3, 1) == pytest.approx(1.3, rel=0.02)
 
 
 def test_a_curve_never_falls_and_goes_on_beyond_its_ends():

@@ -312,6 +312,7 @@ class Prices:
             share = 0.5 if abs(apart - before) > self.SLOWER else 0.2
             weight = 0.5 if table.unchecked else min(share, 0.05 * len(residuals))
             table.bias[units] = before + weight * (apart - before)
+        table.unchecked = max(0, table.unchecked - bool(by_rows))
 
     def state(self) -> list[Any]:
         """The tables that were measured well, as JSON."""
