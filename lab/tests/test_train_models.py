@@ -209,7 +209,7 @@ def test_a_mistake_of_ours_is_not_taken_for_a_bad_target(target, monkeypatch):
     def broken(*args, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("forerun.models.weights.sanity.require_decoder", broken)
+    monkeypatch.setattr("forerun.models.files.open.Checkpoint.require_decoder", broken)
     with pytest.raises(ZeroDivisionError):
         load_target(target)
 

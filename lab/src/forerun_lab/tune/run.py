@@ -70,7 +70,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     opened = Checkpoint.open(config.model)
     opened.require_decoder("forerun tune")
     for name in config.train:
-        KINDS[name].require(opened.config.get_text_config())
+        KINDS[name].require(opened.transformers_config().get_text_config())
     marks = {
         "version": VERSION,
         "model": opened.fingerprint(),
@@ -160,7 +160,7 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
 def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
     """Stage 1: the model writes text, or reads given text, for its fraction of the time. If the time is too short for
     training, it writes nothing, and the result ``alone`` says so."""
-    text = Checkpoint.open(config.model).config.get_text_config()
+    text = Checkpoint.open(config.model).transformers_config().get_text_config()
     layers = feature_layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": HiddenStateRecorder.name, "layers": layers}
