@@ -17,7 +17,7 @@ from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Shadow, Verdict, evidence
 from forerun.speculate.length import Seconds, Setting
-from forerun.speculate.length.acceptance import Drafting
+from forerun.speculate.length.acceptance import Drafting, Lookups
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Parts
 from forerun.speculate.length.prices import Curve, Prices, Timed
@@ -541,3 +541,13 @@ def test_drafts_go_on_after_rounds_for_which_no_rows_were_reserved():
     late = given[200:]
     assert sum(budget == 0 for budget in late) > 3, "prices are checked"
     assert sum(late) > 2.5 * len(late)
+
+
+def test_counts_that_cannot_be_are_refused():
+    made = Lookups()
+    tried, kept = made.state()
+    for bad in (0.0, float("nan"), -1.0):
+        with pytest.raises(ValueError, match="no counts"):
+            made.restore(([bad, *tried[1:]], kept))
+    made.restore((tried, kept))
+    assert made.state() == (tried, kept)

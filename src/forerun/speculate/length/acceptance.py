@@ -175,4 +175,6 @@ class Lookups:
         """Raises TypeError or ValueError for the state of other kinds."""
         tried, kept = state
         pairs = [(float(n), float(hit)) for n, hit, _ in zip(tried, kept, self.prior, strict=True)]
+        if not all(0.0 <= hit <= n and 0.0 < n < 1e9 for n, hit in pairs):
+            raise ValueError("no counts")
         self.tried, self.kept = map(list, zip(*pairs))
