@@ -5,7 +5,7 @@ import re
 
 import pytest
 from huggingface_hub import constants
-from pages import DESKTOP, PHONE, SECONDS, ask, screenshot, settle, visit
+from pages import DESKTOP, PHONE, SECONDS, ask, run, screenshot, settle, visit
 from playwright.sync_api import expect
 from running import TEMPLATE, run_app
 
@@ -84,7 +84,7 @@ def test_modes_and_drafters_are_the_chosen_models(browser, several):
         expect(page.locator("#complete")).to_be_visible()
         settle(page, max_tokens=8)
         with page.expect_request("**/v1/completions") as sent:
-            page.locator("#continuing .run").click()
+            run(page)  # to its end: what it says then would stand over "Ready." of the next model
         assert sent.value.post_data_json["model"] == NAMES[2]
         use(page, NAMES[0])
         expect(page.locator("#chat")).to_be_visible()
