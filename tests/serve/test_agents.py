@@ -1,4 +1,4 @@
-"""``litellm`` and ``openai-agents`` through every API, in processes of their own: warnings of theirs are not ours."""
+"""``litellm`` and ``openai-agents`` through every API, in a process of their own: warnings of theirs are not ours."""
 
 import json
 import subprocess
@@ -10,23 +10,36 @@ from running import ASK, chatted
 from test_ollama import CALL, DIGIT, closed
 
 SCRIPTS = Path(__file__).parent / "clients"
+DOORS = ("openai/tiny", "ollama_chat/tiny", "anthropic/tiny")
 TOOLS = [{"type": "function", "function": {
     "name": "add", "description": "Add two numbers.", "parameters": closed({"a": DIGIT, "b": DIGIT}, "a", "b"),
 }}]  # fmt: skip
 
 
-def ran(script, *arguments):
+BOTH = """
+import io, json, runpy, sys
+told = sys.stdin.read()
+for script, *arguments in json.loads(sys.argv[1]):
+    sys.argv, sys.stdin = [script, *arguments], io.StringIO(told)
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def said(hermes):
+    """What each script prints, one behind the other: to import ``litellm`` takes longer than all that they do."""
+    given = ("litellm_doors", hermes.url, *DOORS), ("agents_doors", hermes.url)
+    todo = json.dumps([(str(SCRIPTS / f"{script}.py"), *arguments) for script, *arguments in given])
     told = json.dumps({"tools": TOOLS, "call": CALL})
-    command = [sys.executable, SCRIPTS / f"{script}.py", *arguments]
-    run = subprocess.run(command, input=told, capture_output=True, text=True, timeout=240)
+    run = subprocess.run([sys.executable, "-c", BOTH, todo], input=told, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return dict(zip((script for script, *_ in given), map(json.loads, run.stdout.splitlines()[-2:]), strict=True))
 
 
 @pytest.mark.slow
-def test_litellm(hermes):
+def test_litellm(hermes, said):
     """Ollama's and Anthropic's doors give what OpenAI's gives, and that is the server's chat."""
-    answers = ran("litellm_doors", hermes.url, "openai/tiny", "ollama_chat/tiny", "anthropic/tiny")
+    answers = said["litellm_doors"]
     whole = chatted(hermes, max_tokens=24, temperature=0)
     text, usage = whole["choices"][0]["message"]["content"], whole["usage"]
     for door, met in answers.items():
@@ -47,9 +60,9 @@ def test_litellm(hermes):
 
 
 @pytest.mark.slow
-def test_openai_agents(hermes):
+def test_openai_agents(said):
     """An agent calls its tool, gets the result, and answers by a schema, in a stream or not."""
-    answers = ran("agents_doors", hermes.url)
+    answers = said["agents_doors"]
     assert set(answers) == {"chat", "responses", "ollama_chat", "anthropic"}
     for door, (whole, streamed) in answers.items():
         assert whole == streamed, door

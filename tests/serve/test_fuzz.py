@@ -20,8 +20,8 @@ PATHS = {
     "/infill": 20,
     "/v1/embeddings": 1, "/tokenize": 40, "/detokenize": 12, "/v1/models/{name}": 10, "/v1/models": 1, "/health": 1,
     "/live": 1, "/version": 1, "/metrics": 1, "/api/chat": 30, "/api/generate": 20, "/api/show": 10, "/api/tags": 1,
-    "/v1/messages": 40, "/v1/messages/count_tokens": 20, "/api/ps": 1, "/api/version": 1,
-    "/apply-template": 80, "/tokenizer_info": 1, "/props": 1,
+    "/v1/messages": 40, "/v1/messages/count_tokens": 8, "/api/ps": 1, "/api/version": 1,
+    "/apply-template": 30, "/tokenizer_info": 1, "/props": 1,
 }  # fmt: skip
 """Examples per path and mode."""
 GENERATING = (
