@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -227,23 +228,30 @@ def reference(tiny_target):
     return LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def few_turns():
-    """A few of the held-out turns, so that a tuning takes a second."""
+@contextmanager
+def few():
     with pytest.MonkeyPatch.context() as patch:
-        few = data.held_out()[:6]
-        patch.setattr(data, "held_out", lambda: few)
+        turns = data.held_out()[:6]
+        patch.setattr(data, "held_out", lambda: turns)
         yield
 
 
 @pytest.fixture(scope="module")
+def few_turns():
+    """A few of the held-out turns, so that a tuning takes a second."""
+    with few():
+        yield
+
+
+@pytest.fixture(scope="session")
 def tuned_target(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
 
 
-@pytest.fixture(scope="module")
-def tuned_folder(tuned_target, few_turns, tmp_path_factory):
-    return tune(TuneConfig(model=tuned_target, out=tmp_path_factory.mktemp("tuned"), **QUICK))
+@pytest.fixture(scope="session")
+def tuned_folder(tuned_target, tmp_path_factory):
+    with few():
+        return tune(TuneConfig(model=tuned_target, out=tmp_path_factory.mktemp("tuned"), **QUICK))
 
 
 @pytest.fixture

@@ -22,19 +22,19 @@ Three embeddings through a frozen target, all that ``lookahead`` has, learn litt
 
 @pytest.fixture(scope="module")
 def prompts():
-    return make_prompts(HELD_OUT, LLM().tokenizer, count=16, length=64, seed=1)
+    return make_prompts(HELD_OUT, LLM().tokenizer, count=8, length=64, seed=1)
 
 
 @pytest.fixture(scope="module")
 def plain(prompts):
-    return [result.outputs[0].token_ids for result in LLM(max_num_seqs=16).generate(prompts, GREEDY)]
+    return [result.outputs[0].token_ids for result in LLM(max_num_seqs=8).generate(prompts, GREEDY)]
 
 
 @pytest.mark.parametrize("method", HEADS)
 def test_a_trained_head_beats_an_untrained_one(method, tmp_path, prompts, plain):
     def accepted(**options):
         """Accepted tokens per draft."""
-        llm = LLM(speculative_config={"method": method, "num_speculative_tokens": 4, **options}, max_num_seqs=16)
+        llm = LLM(speculative_config={"method": method, "num_speculative_tokens": 4, **options}, max_num_seqs=8)
         results = llm.generate(prompts, GREEDY)
         assert [result.outputs[0].token_ids for result in results] == plain
         metrics = [result.metrics for result in results]

@@ -22,18 +22,29 @@ def test_every_kind_is_here():
     assert tuple(KINDS) == TRAINED
 
 
+@pytest.fixture(scope="module")
+def learned(tuned_folder, tuned_target, tmp_path_factory):
+    """A finished tuning that was given the other kinds: nothing is written again. Learning ends when its processor time
+    is over."""
+    out = Path(shutil.copytree(tuned_folder, tmp_path_factory.mktemp("kinds") / "out"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features.Writer, "write_part", lambda *_: pytest.fail("wrote again"))
+        stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=tuple(KINDS), cpu_minutes=1 / 60))
+    return out, json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
+
+
+def test_all_are_compared(learned):
+    _, state = learned
+    assert set(state["train"]) == set(KINDS)
+    assert {row["config"]["method"] for row in state["choose"]["measured"]} > set(KINDS)
+    assert 1 <= state["train"]["medusa"]["seconds"] < 2
+
+
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "eagle"])
-def test_every_kind_learns_from_the_same_text(tuned_folder, tuned_target, tmp_path, monkeypatch, kind):
-    """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token.
-    Learning ends when its processor time is over."""
-    out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
-    monkeypatch.setattr(features.Writer, "write_part", lambda *_: pytest.fail("wrote again"))
-    stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
-    state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
-    assert set(state["train"]) == {"eagle", kind}
+def test_every_kind_learns_from_the_same_text(learned, tuned_target, kind):
+    """And changes no token."""
+    out, state = learned
     assert state["train"][kind]["tokens"] > 0
-    assert kind != "medusa" or 1 <= state["train"][kind]["seconds"] < 2
-    assert {row["config"]["method"] for row in state["choose"]["measured"]} > {"eagle", kind}
     if kind != "draft_model":
         content = json.loads((out / kind / "config.json").read_text("utf-8"))
         assert content["options"]["draft_vocab_size"] == QUICK["rows"]
