@@ -281,9 +281,12 @@ def in_torch(lacks):
 def test_families_as_their_parts_serve(described, monkeypatch, said, family, messages):
     """A prompt and a tree behind it have the CPU's logits, and what is slower is said once."""
 
-    def logits():
+    def made():
         model = load_model(described(family), device="cpu", dtype="float32")
-        over = new_attention(model, max_seqs=1, max_len=40, page_size=8)
+        return model, new_attention(model, max_seqs=1, max_len=40, page_size=8)
+
+    def logits():
+        model, over = made()
         first = model.forward(Batch([Span(0, 0, [*range(4, 17)], logits=[12], settled=13)]), over).logits.clone()
         tree = Span(0, 13, [7, 8, 9], [-1, -1, 0], logits=[0, 1, 2])
         return over, torch.cat([first, model.forward(Batch([tree]), over).logits])
@@ -292,7 +295,7 @@ def test_families_as_their_parts_serve(described, monkeypatch, said, family, mes
     monkeypatch.setenv("FORERUN_INTERPRET", "1")
     over, got = logits()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
-    logits()
+    made()
     assert [record.message for record in said.records if record.name == "forerun"] == messages
     assert isinstance(over, TritonAttention) is (in_torch("latent attention (MLA)") not in messages)
 
