@@ -80,15 +80,12 @@ def fits(combination):
 
 def pairwise(everything):
     """A subset in which every pair of values that occurs at all occurs."""
-
-    def pairs(item):
-        return {(i, item[i], j, item[j]) for i, j in combinations(range(len(item)), 2)}
-
-    missing = set().union(*map(pairs, everything))
+    pairs = {item: {(i, item[i], j, item[j]) for i, j in combinations(range(len(item)), 2)} for item in everything}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(everything, key=lambda item: len(pairs(item) & missing))
-        missing -= pairs(best)
+        best = max(everything, key=lambda item: len(pairs[item] & missing))
+        missing -= pairs[best]
         chosen.append(best)
     return chosen
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from matrix import PATHS
+from matrix import PATHS, marked, pairwise
 
 from described import MAIN
 from forerun import kernels
@@ -139,14 +139,21 @@ def shapes():
 
 
 SHAPES = shapes()
+EVERY = [
+    *((*run, *case) for run, *case in product(CACHES, SHAPES, LAYOUTS) if run[0][1] or case[1] == 4),
+    *((run, *case) for run in FAMILIES for case in (("kernel", "mixed order", 4), ("torch", "comb", None))),
+]
+
+
+def usual(every):
+    """Every pair of values, and all trees where most models run."""
+    return [*pairwise(every), *(case for case in every if case[:2] == CACHES[0])]
+
+
 TREES = pytest.mark.parametrize(
     ("backend", "cpu_attention", "shape", "page_size"),
-    [
-        *((*run, *case) for run, *case in product(CACHES, SHAPES, LAYOUTS) if run[0][1] or case[1] == 4),
-        *((run, *case) for run in FAMILIES for case in (("kernel", "mixed order", 4), ("torch", "comb", None))),
-    ],
+    [pytest.param(*case.values[0], id=case.id, marks=case.marks) for case in marked(EVERY, usual)],
     indirect=["backend", "cpu_attention"],
-    ids=str,
 )
 
 
