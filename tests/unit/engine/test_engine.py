@@ -1,13 +1,16 @@
 """Requests through the engine: bad ones, broken ones, aborted ones, and what is counted."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from drafting import fill
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.metrics import RequestMetrics
+from forerun.speculate.accept import rules
 from refusals import refused
 from tiny import ALPHABET
 
@@ -30,13 +33,16 @@ def params(**given):
     ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
     ({"prompt": [98]}, {}, "token id 98 is outside the vocabulary of 98"),
     (7, {}, "a prompt is a string"),
+    ([np.float32(3.0)], {}, "token id 3.0 is outside the vocabulary"),
+    (torch.tensor([[[5]]]), {}, r"token id \[\[5\]\] is outside the vocabulary"),
+    (b"ab", {}, "a prompt is a string, a list of token ids or a mapping, not bytes"),
     ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
     ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
     ("x", {"bad_words_ids": [[3, 98]]}, "token id 98 is outside the vocabulary"),
 ])  # fmt: skip
 def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):
     model = llm(max_model_len=64)
-    prompts = ["fine", prompt] if not isinstance(prompt, (list, int)) else [[3, 4], prompt]
+    prompts = ["fine", prompt] if isinstance(prompt, (str, bytes, dict)) else [[3, 4], prompt]
     refused(RequestError, message, model.generate, prompts, params(**given))
     assert not model.engine.busy
     model.engine.check()
@@ -58,21 +64,52 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them():
         assert set(job.sequence.params.bad_words_ids) == expected
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"speculative_config": {"method": "telepathy"}}, "unknown method 'telepathy': choose one of"),
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be an integer from 1 to 4096"),
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}}, "must be an integer"),
-    ({"speculative_config": {"method": "ngram", "draft": 1}}, "method 'ngram' has no option 'draft'"),
-    ({"speculative_config": {"method": "ngram", "model": "x"}}, r"no option 'model' \(it belongs to .*draft_model"),
-    ({"speculative_config": {"method": "none", "num_speculative_tokens": 3}}, "method 'none' has no option"),
-    ({"speculative_config": {"num_speculative_tokens": 3}}, "speculative_config needs a 'method'"),
-    ({"speculative_config": "ngram"}, "speculative_config must be a mapping"),
-    ({"speculative_config": {"method": "ngram", "accept": "hope"}}, "unknown acceptance rule 'hope'"),
-    ({"speculative_config": {"method": "ngram", "length": "long"}}, "unknown length policy 'long'"),
-    ({"speculative_config": {"method": ["ngram"]}}, r"unknown method \['ngram'\]"),
-    ({"speculative_config": {"method": "draft_model", "tree": [2, 0]}}, "tree must list how many children"),
-    ({"speculative_config": {"method": "draft_model", "tree": 3}}, "tree must list how many children"),
-    ({"speculative_config": {"method": "draft_model", "tree": [2, 2], "accept": "token"}}, "supports chains only"),
+DRAFT = {"method": "draft_model", "model": "DRAFT"}
+STRANGE = {**DRAFT, "use_heterogeneous_vocab": True}
+LENIENCE = "'lenience'; it belongs to lenient"
+SPECULATION = [
+    ("ngram", "speculative_config must be a mapping"),
+    ({"num_speculative_tokens": 3}, "speculative_config needs a 'method'"),
+    ({"method": "telepathy"}, "unknown method 'telepathy': choose one of"),
+    ({"method": ["ngram"]}, r"unknown method \['ngram'\]"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer from 1 to 4096"),
+    ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be an integer from 1 to 4096"),
+    ({"method": "ngram", "num_speculative_tokens": "3"}, "must be an integer"),
+    ({"method": "ngram", "draft": 1}, "method 'ngram' has no option 'draft'"),
+    ({"method": "ngram", "model": "x"}, r"no option 'model' \(it belongs to .*draft_model"),
+    ({"method": "ngram", "prompt_lookup_max": 4, "max_order": 3}, r"'max_order' \(it belongs to ngram"),
+    ({"method": "ngram", "disable_by_batch_size": 8}, "'adaptive'"),
+    ({"method": "none", "num_speculative_tokens": 3}, "method 'none' has no option"),
+    ({"method": "ngram", "accept": "hope"}, "unknown acceptance rule 'hope'"),
+    ({"method": "ngram", "length": "long"}, "unknown length policy 'long'"),
+    ({"method": "ngram", "draft_temperature": "hot"}, "draft_temperature must be a number"),
+    ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
+    ({"method": "cascade", "min_confidence": "high"}, "min_confidence must be a number"),
+    ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
+    ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
+    ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
+    ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
+    ({"method": "dflash", "draft_window": 64}, "windows of method 'dflash'"),
+    *(({"method": method, "accept": accept, "lenience": 0.5}, LENIENCE)
+      for method in ("none", "ngram") for accept in ("coupled", "token", "block", "recursive")),
+    ({"method": "ngram", "accept": "lenient", "lenience": 0.0}, "lenience"),
+    ({"method": "ngram", "accept": "traversal", "replacement": "yes"}, "replacement"),
+    *(({**DRAFT, "tree": [2, 1], "accept": name}, "supports chains only") for name in rules if not rules[name].trees),
+    ({**DRAFT, "tree": [2, 0]}, "tree must list how many children"),
+    ({**DRAFT, "tree": 3}, "tree must list how many children"),
+    ({**DRAFT, "speculative_token_tree": "[(0,)]"}, "'tree'"),
+    ({**DRAFT, "draft_tensor_parallel_size": 2}, "remove it: rank 0"),
+    ({**DRAFT, "quantization": []}, r"quantization must be text, not \[\]"),
+    ({**DRAFT, "draft_window": 0}, "draft_window"),
+    *(({**DRAFT, "prefill_chunk": chunk}, "prefill_chunk must be an integer") for chunk in (0, -1, True, "8")),
+    ({**DRAFT, "prompt_lookup_num_tokens": 4, "tree": [2, 1]}, "prompt_lookup_num_tokens"),
+    ({**STRANGE, "prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens"),
+    ({**DRAFT, "prompt_lookup_num_tokens": 4, "method": "staged"}, "prompt_lookup_num_tokens"),
+    ({**DRAFT, "draft_vocab_size": 5_000_000}, r"draft_vocab_size is 5000000, and .* has \d+ tokens"),
+    ({**DRAFT, "draft_vocab_size": 0}, "at least 1"),
+    ({**STRANGE, "draft_vocab_size": 10}, "remove it"),
+]  # fmt: skip
+OTHERS = [
     ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
     ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
     ({"page_size": 2.5}, "page_size must be an integer, not 2.5"),
@@ -85,10 +122,20 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them():
     ({"max_model_len": 512}, "max_model_len 512 exceeds the model's context of 256 tokens"),
     ({"seed": "one"}, "seed must be an integer, not 'one'"),
     ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
-    ({"speculative_config": {"method": "ngram", "draft_temperature": "hot"}}, "draft_temperature must be a number"),
-])  # fmt: skip
-def test_an_engine_option_that_cannot_be_honoured(tiny_target, options, message):
-    refused(ConfigError, message, LLM, tiny_target, **options)
+    *(({"kv_cache_memory": text}, "kv_cache_memory must be") for text in ("much", "2 GiBs", "-1", "", True)),
+    ({"kv_cache_memory": "1MB", "num_pages": 4}, "conflicts with num_pages"),
+    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "every running request needs one token per step"),
+    ({"prefix_caching": True, "page_size": None}, "needs page_size"),
+    ({"max_prefill_tokens": 0}, "max_prefill_tokens must be"),
+    ({"speculative_config": {**DRAFT, "draft_window": 8}, "model_path": "hf"}, "native path"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [*(({"speculative_config": config}, message) for config, message in SPECULATION), *OTHERS]
+)
+def test_an_engine_option_that_cannot_be_honoured(tiny_target, tiny_draft, options, message):
+    refused(ConfigError, message, LLM, tiny_target, **fill(options, {"DRAFT": tiny_draft}))
 
 
 def test_nothing_left_to_sample_ends_the_request(llm):

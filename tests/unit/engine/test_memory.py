@@ -6,7 +6,6 @@ import torch
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine import memory
-from forerun.engine.config import EngineConfig
 from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
 from refusals import refused
 
@@ -21,21 +20,6 @@ def test_memory_sizes(text, size):
 def test_sizes_as_they_are_shown():
     shown = [megabytes(size) for size in (40_000, 25_160_000, 99_900_000, 100_400_000, 2_471_000_000)]
     assert shown == ["0.0 MB", "25.2 MB", "99.9 MB", "100 MB", "2,471 MB"]
-
-
-@pytest.mark.parametrize("text", ["much", "2 GiBs", "-1", "", True])
-def test_memory_sizes_that_are_none(text):
-    refused(ConfigError, "kv_cache_memory must be", EngineConfig, kv_cache_memory=text)
-
-
-@pytest.mark.parametrize(("options", "says"), [
-    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "every running request needs one token per step"),
-    ({"kv_cache_memory": "1MB", "num_pages": 4}, "conflicts with num_pages"),
-    ({"prefix_caching": True}, "needs page_size"),
-    ({"max_prefill_tokens": 0}, "max_prefill_tokens must be"),
-])  # fmt: skip
-def test_options_that_contradict_each_other(options, says):
-    refused(ConfigError, says, EngineConfig, **options)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

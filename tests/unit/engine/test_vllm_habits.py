@@ -1,6 +1,5 @@
 """What people bring from vLLM: keywords, keys, fields; each means the same here, or is answered with what to do."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -115,16 +114,6 @@ def test_methods_and_keys_of_speculation():
     assert SpeculativeConfig.parse({"method": "eagle3", **eagle}) == SpeculativeConfig.parse(
         {"method": "eagle", "model": "heads", "num_speculative_tokens": 3}
     )
-
-
-@pytest.mark.parametrize(("config", "words"), [
-    ({"method": "ngram", "prompt_lookup_max": 4, "max_order": 3}, "'max_order' (it belongs to ngram"),
-    ({"method": "draft_model", "speculative_token_tree": "[(0,)]"}, "'tree'"),
-    ({"method": "ngram", "disable_by_batch_size": 8}, "'adaptive'"),
-    ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "remove it: rank 0"),
-])  # fmt: skip
-def test_keys_of_speculation_that_are_answered(config, words):
-    refused(ConfigError, re.escape(words), SpeculativeConfig.parse, config)
 
 
 def test_outputs_have_the_fields_that_code_for_vllm_reads(llm):

@@ -115,25 +115,6 @@ def test_a_rule_takes_its_options_from_the_same_mapping():
     assert rules["recursive"]().replacement is False
 
 
-@pytest.mark.parametrize("accept", ["coupled", "token", "block", "recursive"])
-def test_an_option_of_another_rule_names_its_owner(accept):
-    for method in ("none", "ngram"):
-        with pytest.raises(ConfigError, match=r"'lenience'; it belongs to lenient"):
-            SpeculativeConfig.parse({"method": method, "accept": accept, "lenience": 0.5})
-
-
-def test_rule_options_out_of_range():
-    refused(ConfigError, "lenience", SpeculativeConfig.parse, {"method": "ngram", "accept": "lenient", "lenience": 0.0})
-    with pytest.raises(ConfigError, match="replacement"):
-        SpeculativeConfig.parse({"method": "ngram", "accept": "traversal", "replacement": "yes"})
-
-
-@pytest.mark.parametrize("accept", [name for name in rules if not rules[name].trees])
-def test_a_chain_rule_refuses_trees(accept):
-    with pytest.raises(ConfigError, match="chains"):
-        SpeculativeConfig.parse({"method": "draft_model", "model": "m", "tree": [2, 1], "accept": accept})
-
-
 SHAPED = {"method": "draft_model", "model": "m", "tree": [2, 2]}
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, kernels
-from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError
 from forerun.kernels.structs import PassStruct
 from forerun.speculate.draft.chain import REACH, ChainGuess, ChainLookup
@@ -158,9 +157,3 @@ def test_a_wrong_guess_ends_drafts_and_nothing_else(part, length, tiny_target, t
         assert "a kernel was called wrongly" in answer.metrics.draft_error
     assert answer.outputs[0].token_ids == expected
     assert 0 < sum("failed" in record.message for record in caplog.records) < 4
-
-
-@pytest.mark.parametrize("more", [{"tree": [2, 1]}, {"use_heterogeneous_vocab": True}, {"method": "staged"}])
-def test_where_nothing_is_read_ahead_the_option_is_refused(more, tiny_target, tiny_draft):
-    config = {"method": "draft_model", "model": tiny_draft, "prompt_lookup_num_tokens": 4, **more}
-    refused(ConfigError, "prompt_lookup_num_tokens", LLM, tiny_target, speculative_config=config)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from described import CASES
 from drafting import fill
 from forerun import LLM, SamplingParams, kernels, pretrained
-from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft
 from forerun.models.load import load_model
 from forerun.speculate.draft import drafters
@@ -23,7 +22,6 @@ from forerun.speculate.draft.model import DraftModel
 from forerun_lab.heads.eagle import TrainedEagle
 from forerun_lab.vllm import first_branch
 from here import where
-from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 from tiny_seq2seq import save_seq2seq
 
@@ -283,12 +281,6 @@ def test_its_logits_are_the_whole_layers_rows(quantization):
         batch = Batch([Span(0, 0, [5, 6, 7, 8], logits=[1, 3])], model.info.device)
         result.append(model.forward(batch, attention).logits)
     assert torch.equal(result[0][:, names], result[1])
-
-
-def test_more_than_there_are_is_refused():
-    refused(ConfigError, r"draft_vocab_size is 5000000, and .* has \d+ tokens", speculating, draft_vocab_size=5_000_000)
-    refused(ConfigError, "at least 1", speculating, draft_vocab_size=0)
-    refused(ConfigError, "remove it", speculating, draft_vocab_size=10, use_heterogeneous_vocab=True)
 
 
 ROWS = len(ALPHABET) + 8

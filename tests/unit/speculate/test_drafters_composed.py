@@ -183,20 +183,6 @@ def test_options_of_drafters_inside_drafters():
     )
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
-    ({"method": "cascade", "min_confidence": "high"}, "min_confidence must be a number"),
-    ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
-    ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
-    ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),
-    ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
-    ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
-    ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be an integer from 1 to 4096"),
-])  # fmt: skip
-def test_options_of_another_kind_are_reported(options, said):
-    refused(ConfigError, said, SpeculativeConfig.parse, options)
-
-
 # synthetic acceptance
 
 
