@@ -177,6 +177,12 @@ def tiny_stranger(tmp_path_factory, tiny_draft):
     return save_checkpoint(model, tmp_path_factory.mktemp("tiny_stranger"), alphabet)
 
 
+@pytest.fixture
+def places(tiny_draft, tiny_stranger):
+    """For the names in ``drafting.CONFIGS``."""
+    return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
+
+
 @pytest.fixture(scope="session")
 def seq2seq(tmp_path_factory):
     """``seq2seq(kind)``: folder of a random encoder-decoder, float32, with the alphabet of ``tiny_target``."""

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
 
-from drafting import CONFIGS, DRAFT, STAGED, VOCAB, build, fill, sequence
+from drafting import CONFIGS, DRAFT, PROMPTS, STAGED, VOCAB, build, fill, params, sequence
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heterogeneous import Vocabulary, VocabularyMap
@@ -21,20 +21,6 @@ from forerun_lab.drafters.slem import StringReading
 from forerun_lab.drafters.staged import Ahead
 from refusals import refused
 from tiny import byte_tokenizer
-
-PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
-
-
-@pytest.fixture
-def places(tiny_draft, tiny_stranger):
-    return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
-
-
-def params(temperature):
-    return [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
-        for seed in range(len(PROMPTS))
-    ]
 
 
 def test_staged_drafts_what_its_draft_model_alone_would(llm, places):

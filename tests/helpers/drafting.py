@@ -29,6 +29,15 @@ CONFIGS = {
 }
 
 
+PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
+
+
+def params(temperature):
+    """Of ``PROMPTS``."""
+    given = {"temperature": temperature, "max_tokens": 20, "ignore_eos": True}
+    return [SamplingParams(**given, seed=seed) for seed in range(len(PROMPTS))]
+
+
 class Letters:
     """A tokenizer of single letters."""
 
@@ -48,6 +57,18 @@ def build(method, rule="coupled", **options):
 def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1):
     prompt = len(tokens) if prompt is None else prompt
     return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, num_computed_tokens=1)
+
+
+def watch(drafter, see):
+    """From here on, ``see(sequences, budgets, drafts)`` is called with all that a drafter, or the router, drafts."""
+    propose = drafter.propose
+
+    def watched(sequences, budgets):
+        drafts = propose(sequences, budgets)
+        see(sequences, budgets, drafts)
+        return drafts
+
+    drafter.propose = watched
 
 
 def drafts_of(answer):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4Assi
 
 from damage import CONFIG, QUERY, edit, weights
 from described import SIZES, TOKENS, UNEVEN, save_described
+from drafting import watch
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.drafter_files import method_of
 from forerun.models.run.assistant import TargetReader
@@ -83,18 +84,15 @@ def load(target, assistant, **options):
     """An engine, and a list that gets (committed tokens, drafted tokens, their rows of q) of every draft."""
     config = {"method": "mtp", "model": str(assistant), **options.pop("spec", {"num_speculative_tokens": COUNT})}
     llm = LLM(str(target), speculative_config=config, dtype="float32", max_model_len=64, **options)
-    drafter, seen = llm.engine.router.drafters["mtp"], []
-    propose = drafter.propose
+    seen = []
 
-    def watched(sequences, budgets):
-        drafts = propose(sequences, budgets)
+    def see(sequences, _, drafts):
         for sequence, draft in zip(sequences, drafts):
             rows = [draft.trials[node][0].q_row for node in range(len(draft))] if draft.is_chain else []
             q = [draft.q[row] for row in rows if row >= 0]
             seen.append((list(sequence.tokens), list(draft.tokens), q))
-        return drafts
 
-    drafter.propose = watched
+    watch(llm.engine.router.drafters["mtp"], see)
     return llm, seen
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
+from drafting import watch
 from forerun import LLM, SamplingParams
-from forerun.core.errors import ConfigError
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import CatchUpConfig
-from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -97,17 +96,12 @@ def test_long_prompts_are_read_in_parts_while_others_draft(name, page_size, tiny
     compare(engine, [*jobs, *new])
 
 
-def watch(engine):
+def drafted_by(engine):
     """Every draft that is made from here on, by its sequence and the tokens that were committed then."""
     result = {}
-    propose = engine.router.propose
-
-    def watched(sequences, budgets):
-        drafts = propose(sequences, budgets)
-        result.update({(s.id, len(s.tokens)): draft for s, draft in zip(sequences, drafts) if len(draft)})
-        return drafts
-
-    engine.router.propose = watched
+    watch(engine.router, lambda sequences, _, drafts: result.update(
+        {(one.id, len(one.tokens)): draft for one, draft in zip(sequences, drafts) if len(draft)}
+    ))  # fmt: skip
     return result
 
 
@@ -118,7 +112,7 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name, tiny_target, configur
     made = []
     for more in ({}, {"prefill_chunk": CHUNK}):
         engine = LLM(tiny_target, speculative_config=configured(name, **more), max_num_seqs=2).engine
-        drafts = watch(engine)
+        drafts = drafted_by(engine)
         for text in LONG:
             engine.add(engine.tokenizer.encode(text), COLD)
         while engine.busy:
@@ -139,7 +133,7 @@ def test_a_second_turn_makes_the_same_drafts(name, tiny_target, configured):
     for caching in (False, True):
         options = {"page_size": 4, "prefix_caching": caching, "max_num_seqs": 3}
         engine = LLM(tiny_target, speculative_config=configured(name), **options).engine
-        drafts = watch(engine)
+        drafts = drafted_by(engine)
         jobs = [engine.add(engine.tokenizer.encode(LONG[1]), HOT)[0]]
         while engine.busy:
             engine.step()
@@ -157,12 +151,6 @@ def test_a_second_turn_makes_the_same_drafts(name, tiny_target, configured):
     both = made[0].keys() & made[1].keys()
     assert len(both) > 50
     assert {key: made[0][key] for key in both} == {key: made[1][key] for key in both}
-
-
-@pytest.mark.parametrize("chunk", [0, -1, True, "8"])
-def test_a_part_is_at_least_a_token(chunk, tiny_target, tiny_draft):
-    config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3, "prefill_chunk": chunk}
-    refused(ConfigError, "prefill_chunk must be an integer", LLM, tiny_target, speculative_config=config)
 
 
 @pytest.mark.parametrize(("missing", "fractions"), [
@@ -207,7 +195,7 @@ def test_drafts_stop_where_the_drafts_context_ends(name, page_size, tiny_target,
     else:
         config = configured(name, max_model_len=CONTEXT)
     engine = LLM(tiny_target, speculative_config=config, max_num_seqs=4, page_size=page_size).engine
-    drafts = watch(engine)
+    drafts = drafted_by(engine)
     jobs = [engine.add(engine.tokenizer.encode(text), p)[0] for text, p in zip(PROMPTS, PARAMS)]
     compare(engine, jobs)
     assert [len(job.output_ids) for job in jobs] == [COLD.max_tokens] * len(jobs)

@@ -8,9 +8,9 @@ from test_dflash import config_of
 from test_published_heads import save_eagle
 from transformers import LlamaForCausalLM
 
-from forerun import LLM, ConfigError, SamplingParams
+from drafting import watch
+from forerun import LLM, SamplingParams
 from published import Published, eagle_weights
-from refusals import refused
 from unrolled import seen_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_attention")]
@@ -23,13 +23,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 def drafted(engine, prompt):
     """Every draft of a request, by the tokens that were committed then; and its answer."""
     result, propose = {}, engine.router.propose
-
-    def watched(sequences, budgets):
-        drafts = propose(sequences, budgets)
-        result.update({tuple(s.tokens): draft for s, draft in zip(sequences, drafts) if len(draft)})
-        return drafts
-
-    engine.router.propose = watched
+    watch(engine.router, lambda sequences, _, drafts: result.update(
+        {tuple(one.tokens): draft for one, draft in zip(sequences, drafts) if len(draft)}
+    ))  # fmt: skip
     job = engine.add(prompt, GREEDY)[0]
     while engine.busy:
         engine.step()
@@ -91,12 +87,3 @@ def test_a_head_drafts_what_an_explicit_mask_says(tiny_target, tmp_path, referen
     assert len(drafts) > 4
     for committed, draft in drafts.items():
         assert draft.tokens == head.draft(committed, len(draft), WINDOW)
-
-
-def test_what_has_no_such_window_says_so(tiny_target):
-    config = {"method": "draft_model", "model": tiny_target, "draft_window": 0}
-    refused(ConfigError, "draft_window", LLM, tiny_target, speculative_config=config)
-    config = {"method": "dflash", "draft_window": 64}
-    refused(ConfigError, "windows of method 'dflash'", LLM, tiny_target, speculative_config=config)
-    config = {"method": "draft_model", "model": tiny_target, "draft_window": 8}
-    refused(ConfigError, "native path", LLM, tiny_target, speculative_config=config, model_path="hf")

@@ -6,26 +6,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from drafting import CONFIGS, DRAFT, STRANGER, TREE_NODES, fill
+from drafting import CONFIGS, DRAFT, PROMPTS, STRANGER, TREE_NODES, fill, params, watch
 from forerun import LLM, SamplingParams
 from forerun.speculate.names import policies
 from tiny import ALPHABET, UNKNOWN, save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
-
-
-@pytest.fixture
-def places(tiny_draft, tiny_stranger):
-    return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
-
-
-def params(temperature):
-    return [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
-        for seed in range(len(PROMPTS))
-    ]
 
 
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"tree": [3, 2, 1]}], ids=["chain", "tree"])
@@ -66,14 +52,9 @@ def test_tree_nodes_bound_the_drafts(llm, monkeypatch):
     for method in ("suffix", "token_recycling"):
         speculative = llm({"method": method, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4})
         drafter = next(iter(speculative.engine.router.drafters.values()))
-        sizes, propose = [], drafter.propose
-
-        def recorded(sequences, budgets, propose=propose, sizes=sizes):
-            drafts = propose(sequences, budgets)
-            sizes.extend((len(draft), draft.depth) for draft in drafts)
-            return drafts
-
-        monkeypatch.setattr(drafter, "propose", recorded)
+        sizes = []
+        monkeypatch.setattr(drafter, "propose", drafter.propose)  # what was there comes back
+        watch(drafter, lambda _, __, drafts, sizes=sizes: sizes.extend((len(each), each.depth) for each in drafts))
         speculative.generate(PROMPTS, params(0.8))
         # The suffix drafter stops before its budget where nothing else has followed the match.
         assert max(size for size, _ in sizes) in (
@@ -88,20 +69,18 @@ def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name, llm, p
     speculative = llm(fill(CONFIGS[name], places), max_num_seqs=5)
     drafter = next(iter(speculative.engine.router.drafters.values()))
     fresh = type(drafter).build(drafter.config, drafter.context)
-    propose = drafter.propose
     compared = 0
 
-    def checked(sequences, budgets):
+    def check(sequences, budgets, drafts):
         nonlocal compared
-        drafts = propose(sequences, budgets)
         for sequence in sequences:
             fresh.release(sequence)
         for draft, again in zip(drafts, fresh.propose(sequences, budgets), strict=True):
             assert (draft.tokens, draft.parents) == (again.tokens, again.parents)
             compared += len(draft) > 1
-        return drafts
 
-    monkeypatch.setattr(drafter, "propose", checked)
+    monkeypatch.setattr(drafter, "propose", drafter.propose)  # what was there comes back
+    watch(drafter, check)
     answers = speculative.generate(PROMPTS, params(0.8))
     assert [answer.metrics.draft_error for answer in answers] == [None] * len(PROMPTS)
     assert compared > 20
