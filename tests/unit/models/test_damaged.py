@@ -14,26 +14,25 @@ from damage import CONFIG, DAMAGES, SCHEMES, edit
 from described import save_described
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
 from forerun.models.architectures.spec import refusal
+from forerun.models.files import hub
 from forerun.models.files.open import Checkpoint
 from forerun.models.load import load_model, parse_dtype
-from tiny import save_checkpoint, tiny_llama
+from refusals import refused
+from tiny import save_checkpoint, save_tokenizer, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def refused(folder):
-    with pytest.raises((ModelError, ConfigError)) as caught:
-        LLM(str(folder), invariant=False)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message.replace(str(folder), "")) < 400
+def refuse(path, said=None, **options):
+    message = str(refused((ModelError, ConfigError), said, LLM, str(path), invariant=False, **options))
+    assert len(message.replace(str(path), "")) < 400
     return message
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
     DAMAGES[name](folder)
-    refused(folder)
+    refuse(folder)
 
 
 READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors", "MXFP4")
@@ -42,13 +41,13 @@ READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors", "MXFP4")
 @pytest.mark.parametrize("scheme", READ)
 def test_a_config_that_says_wrongly_how_weights_are_quantized(folder, scheme):
     edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
-    assert f"holds no {scheme.split(' (')[0]} weights, though its config says so" in refused(folder)
+    assert f"holds no {scheme.split(' (')[0]} weights, though its config says so" in refuse(folder)
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in READ])
 def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
-    message = refused(folder)
+    message = refuse(folder)
     assert f"holds weights quantized with {scheme}, which forerun does not read" in message
     assert "use the checkpoint they were made from" in message
 
@@ -59,10 +58,18 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
     ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
     ("no tokens", "it has no tokens but special ones"),
+    ("weights cut at 0", "a safetensors file is truncated or damaged"),
+    ("weights cut at 200", "a safetensors file is truncated or damaged"),
+    ("no weights", "has no safetensors weights$"),
+    ("a tensor is missing", "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+    ("a tensor has another shape", r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]"),
+    ("generation_config.json is half an object", "generation_config.json cannot be used"),
+    *((f"config.json is {what}", "config.json cannot be used") for what in ("half an object", "a list", "nothing")),
+    ("config.json: model_type is 'telepath'", "telepath"),
 ])  # fmt: skip
-def test_other_kinds_of_checkpoints_are_refused_for_what_they_are(folder, name, message):
+def test_what_is_damaged_is_named(folder, name, message):
     DAMAGES[name](folder)
-    assert re.search(message, refused(folder))
+    refuse(folder, message)
 
 
 @pytest.mark.parametrize("count", [0, -1, 6, "2", 2.5])
@@ -70,7 +77,7 @@ def test_more_experts_than_there_are(tmp_path, count):
     save_described("mixtral", tmp_path)
     assert LLM(str(tmp_path), invariant=False).generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
     edit(CONFIG, num_experts_per_tok=count)(tmp_path)
-    refused(tmp_path)
+    refuse(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"top_k_experts": 6}, {"top_k_experts": None}, {"num_experts": None},
@@ -78,7 +85,7 @@ def test_more_experts_than_there_are(tmp_path, count):
 def test_experts_of_gemma_4_that_are_not_said_in_full(tmp_path, changes):
     save_described("gemma4-experts", tmp_path)
     edit(CONFIG, **changes)(tmp_path)
-    assert f"{next(iter(changes))} must be an integer from 1" in refused(tmp_path)
+    assert f"{next(iter(changes))} must be an integer from 1" in refuse(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -101,7 +108,7 @@ def test_layers_are_compared_with_the_weights_before_a_config_is_made_of_them(fo
     monkeypatch.setattr("transformers.AutoConfig", None)
     edit(CONFIG, **changes)(folder)
     name = next(name for name in (*changes, "num_hidden_layers") if "layer" in name)
-    assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 21 tensors", refused(folder))
+    assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 21 tensors", refuse(folder))
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
@@ -117,7 +124,7 @@ def test_experts_are_compared_with_the_weights(tmp_path, monkeypatch, path):
 @pytest.mark.parametrize("kind", ["gemma4_unified", "gemma4_unified_text"])
 def test_layers_of_different_sizes_are_refused_by_what_differs(folder, kind):
     AutoConfig.for_model(kind).save_pretrained(folder)
-    assert "gives its layers sizes of their own (head_dim), which forerun does not run" in refused(folder)
+    assert "gives its layers sizes of their own (head_dim), which forerun does not run" in refuse(folder)
 
 
 @pytest.mark.slow
@@ -191,4 +198,63 @@ def test_a_pointer_of_git_lfs_is_called_so(name, folder, tmp_path):
 def test_weights_of_mlx_are_called_so(folder):
     sizes = {"group_size": 64, "bits": 4, "mode": "affine"}
     edit(CONFIG, quantization=sizes, quantization_config=sizes)(folder)
-    assert "holds weights quantized for MLX, Apple's framework: use the checkpoint" in refused(folder)
+    assert "holds weights quantized for MLX, Apple's framework: use the checkpoint" in refuse(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refuse(tmp_path / "nowhere", "no checkpoint folder at .*nowhere")
+    refuse("./nowhere", r"no checkpoint folder at \./nowhere")
+    refuse("nowhere.gguf", r"no GGUF file at nowhere\.gguf")
+    refuse(tmp_path, "has no config.json: not a Hugging Face checkpoint")
+    refuse("forerun:oracle", "oracle")
+    (tmp_path / "config.json").write_text("{}")
+    refuse(tmp_path / "config.json", "no checkpoint folder at")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(hub.hf.constants, "ENDPOINT", "http://127.0.0.1:9")
+    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* cannot be reached")
+    refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub .* \(ConnectError: [^)]*\)$")
+
+
+def test_a_download_that_has_begun_goes_on(monkeypatch, tmp_path):
+    """The next call is promised to continue it only where it has begun."""
+    monkeypatch.setattr(hub.hf.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for begun in (False, True):
+        error = refused(
+            ModelError, "cannot be reached", hub.download, hub.ModelSource("own/m", None), None, str(tmp_path)
+        )
+        assert str(error).endswith("; the next call continues the download of hf:own/m") is begun
+        blobs = tmp_path / hub.hf.file_download.repo_folder_name(repo_id="own/m", repo_type="model") / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        (blobs / "abc.incomplete").write_text("")
+
+
+def test_pickled_weights_are_never_read(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
+    refuse(folder, r"has no safetensors weights \(it has pytorch_model.bin; pickled weights are not loaded")
+
+
+def test_a_missing_shard(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    save_tokenizer(tmp_path)
+    load_model(tmp_path)
+    sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
+    refuse(tmp_path, "lacks model-00002-of-00008.safetensors, which its model.safetensors.index.json names")
+
+
+def test_the_lean_path_on_another_family(tiny_target, folder):
+    assert load_model(tiny_target).info.path.startswith("native")
+    assert load_model(tiny_target, model_path="hf").info.path.startswith("hf")
+    edit(CONFIG, hidden_act="gelu")(folder)
+    refuse(folder, "the native path does not support .*: activation 'gelu'", model_path="native")
+    assert load_model(folder).info.path.startswith("hf")
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(None, {0}), (5, {5}), ([5, 6], {5, 6})])
+def test_every_id_that_ends_a_text(folder, generation, expected):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_model(folder).info.eos_ids == expected

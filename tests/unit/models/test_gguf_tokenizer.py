@@ -96,14 +96,6 @@ def test_of_twins_the_one_that_texts_are_cut_by_keeps_its_name():
     assert made.encode("a<turn>") == [TOKENS.index("a"), len(TOKENS) + 1]
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eot_id|>"])
-def test_an_end_of_a_turn_is_special_whatever_the_file_says(end):
-    made = tokenizer(tokens=[*TOKENS, end], token_type=[*VOCABULARY["tokenizer.ggml.token_type"], 1])
-    ids = made.encode(f"the{end}")
-    assert ids == [TOKENS.index("the"), len(TOKENS)]
-    assert made.decode(ids, skip_special_tokens=True) == "the"
-
-
 def test_phi_4s_added_tokens_take_the_spaces_around_them():
     for architecture, expected in (("phi3", ["the", "<|end|>", "the"]), ("llama", ["the", "Ġ", "<|end|>", "Ġthe"])):
         made = make_tokenizer(
