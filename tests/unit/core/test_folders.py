@@ -4,23 +4,18 @@ import io
 import json
 import logging
 import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from contextvars import Context
-from pathlib import Path
 
 import pytest
 
 from compiler import install_compiler
 from forerun import kernels
 from forerun.cli import console
-from forerun.core import folders, tiles
-from forerun.core.errors import ModelError
+from forerun.core import folders
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 from forerun.core.loading import watch, watch_parts
-from forerun.models.files import fetch as fetching
-from forerun.models.files.fetch import KNOWN, Known, fetched
 from here import where
 from refusals import refused
 from terminal import Terminal
@@ -29,18 +24,6 @@ pytestmark = pytest.mark.slow
 
 NOBODY = 65534
 ROOT = "only root makes files of another user"
-MENDS = """
-import pathlib, sys
-from forerun import kernels
-path, log, *damages = map(pathlib.Path, sys.argv[1:])
-whole = path.read_bytes()
-for damage in damages:
-    path.unlink()
-    path.write_bytes(damage.read_bytes())
-    log.unlink(missing_ok=True)
-    print(kernels.library.__wrapped__() is not None and path.read_bytes() == whole, log.exists(), flush=True)
-"""
-"""Whether each damaged library is made again, and by the compiler."""
 
 
 @pytest.fixture
@@ -156,95 +139,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     replace_with(path, lambda made: made.write_text("new"))
     assert (path.read_text(), steps) == ("new", ["fsync", "replace"])
     assert [*tmp_path.iterdir()] == [path]
-
-
-EVIL = 'void __attribute__((constructor)) evil(void) { extern int system(const char *); system("touch %s"); }'
-PLANTED = [
-    *["not what was compiled", "writable by others"],
-    *where(os.geteuid() == 0, ["in another user's folder", "another user's"], ROOT),
-]
-
-
-@pytest.mark.parametrize("case", PLANTED)
-def test_a_planted_library_is_not_run(tmp_path, home, monkeypatch, case):
-    """A library whose constructor leaves a mark, under the name that the next start looks for; sealed as well."""
-    mark, cache = tmp_path / "mark", tmp_path / "cache"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", tmp_path / "evil", "-"], input=EVIL % mark, text=True, check=True)
-    log = install_compiler(tmp_path / "bin", monkeypatch)
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "elsewhere"))
-    result = kernels.library.__wrapped__()
-    assert result is not None
-    path = cache / Path(result._name).name  # where this process has loaded nothing yet
-    cache.mkdir()
-    monkeypatch.setenv("FORERUN_CACHE", str(cache))
-    content = (tmp_path / "evil").read_bytes()
-    path.write_bytes(content + (b"" if case == "not what was compiled" else kernels.hashlib.sha256(content).digest()))
-    if case == "writable by others":
-        path.chmod(0o666)
-    elif case != "not what was compiled":
-        os.chown(path if case == "another user's" else cache, NOBODY, NOBODY)
-    log.unlink()
-    result = kernels.library.__wrapped__()
-    assert result is not None
-    assert not mark.exists()
-    assert Path(result._name).parent == (home / ".cache" / "forerun" if "folder" in case else cache)
-    assert log.exists(), "it was not compiled anew"
-
-
-def test_a_damaged_library_is_made_again(warm, tmp_path, home, monkeypatch):
-    """The system ends a process that loads a library which is cut short, so that a process of its own tries."""
-    log = install_compiler(tmp_path / "bin", monkeypatch)
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    result = kernels.library.__wrapped__()
-    assert result is not None
-    path = Path(result._name)
-    whole = path.read_bytes()
-    changed = bytearray(whole)
-    changed[len(whole) // 2] ^= 1
-    damages = [whole[:5000], b"", whole[: len(whole) // 2], whole[: -kernels.HASH_SIZE], whole[:-1], bytes(changed)]
-    damages.append(bytes(len(whole)))
-    for number, content in enumerate(damages):
-        (tmp_path / f"{number}").write_bytes(content)
-    done = warm.run(str(path), str(log), *(str(tmp_path / f"{n}") for n in range(len(damages))), code=MENDS)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    assert [line.split() for line in done.stdout.splitlines()] == [["True", "True"]] * len(damages)
-    assert path.read_bytes() == whole
-    log.unlink()
-    assert kernels.library.__wrapped__() is not None
-    assert not log.exists(), "what is whole is kept"
-
-
-def test_what_others_measured_is_not_believed(tmp_path, home, monkeypatch):
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-
-    def result(value):
-        return tiles.measured_once("test", lambda: value, tiles.as_groups)
-
-    assert result([[1, 2]]) == result([[4]]) == [[1, 2]]
-    (record,) = (tmp_path / "cache" / "tiles").iterdir()
-    record.write_text("[[1, 128]]")
-    assert result([[4]]) == [[1, 128]]
-    record.chmod(0o646)
-    assert result([[4]]) == result([[8]]) == [[4]]
-
-
-def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkeypatch):
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    given = tmp_path / "given.gguf"
-    given.write_bytes(b"GGUF and more")
-    digest = kernels.hashlib.sha256(given.read_bytes()).hexdigest()
-    known = Known("Tiny", "tiny.gguf", 13, digest, "none", "nobody", "tiny==1", "tiny/tiny.gguf")
-    monkeypatch.setitem(KNOWN, "tiny", known)
-    path = fetching.fetch("tiny", given)
-    assert fetched("tiny") == path
-    for spoil, reason in ((lambda: path.chmod(0o666), "others may write to"), (lambda: os.truncate(path, 5), "short")):
-        spoil()
-        refused(ModelError, rf"{reason}.*; run `forerun fetch tiny` again", fetched, "tiny")
-        assert fetching.fetch("tiny", given) == fetched("tiny")
-    path.parent.chmod(0o777)
-    refused(ModelError, "others may write to", fetched, "tiny")
-    with pytest.raises(ModelError, match=r"cannot write to .*others may write to .*FORERUN_CACHE names another folder"):
-        fetching.fetch("tiny", given)
 
 
 @pytest.fixture

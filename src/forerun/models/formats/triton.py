@@ -336,9 +336,8 @@ def autotune(layers: Iterable[Linear], processor: str) -> None:
     for shape, alike in shapes.items():
         record = Record("gpu_tiles", processor, triton.__version__, shape)
         usable = alike[0].usable_tiles()
-        by_numbers = {(tile.outputs, tile.warps, tile.stages): tile for tile in usable}
         kept = record.read()
-        tile = by_numbers.get(tuple(kept)) if isinstance(kept, list) else None
+        tile = next((each for each in usable if [each.outputs, each.warps, each.stages] == kept), None)
         if tile is None:
             tile = min(usable, key=lambda each: _milliseconds(alike, each))
             record.write([tile.outputs, tile.warps, tile.stages])
