@@ -5,12 +5,10 @@ from functools import partial
 from typing import Literal
 
 import anthropic
-import httpx2
 import pytest
 from pydantic import BaseModel
-from running import ASK, TEMPLATE, closed, run_server, wait_idle
+from running import ASK, TEMPLATE, closed, run_server
 from running import chatted as openai_chatted
-from test_client_fields import THINKING
 from test_reasoning import thinking  # noqa: F401 - a fixture
 
 from forerun.serve.app import ServerOptions
@@ -175,21 +173,6 @@ def test_thoughts_are_blocks(thinking, begun):  # noqa: F811
         assert client.messages.create(model="tiny", messages=back, **SAME).content
 
 
-def test_thinking_reaches_the_template(served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=THINKING)) as running:
-        for fields, variables in (
-            ({}, {"enable_thinking": False}),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
-            ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
-             {"enable_thinking": True, "reasoning_effort": "high"}),
-        ):  # fmt: skip
-            answer = running.post(MESSAGES, {"messages": ASK, **GREEDY, **fields})
-            expected = chatted(running, chat_template_kwargs=variables)["choices"][0]["message"]["content"]
-            assert answer.json()["content"][0]["text"] == expected
-            budget = "thinking" in fields and "budget_tokens" in fields["thinking"]
-            assert answer.headers.get("forerun-ignored") == ("thinking.budget_tokens" if budget else None)
-
-
 CLAUDE_CODE = {
     "max_tokens": 32_000, "stream": True, "temperature": 1, "metadata": {"user_id": "user_1_account__session_2"},
     "system": [{"type": "text", "text": "You are brief.", "cache_control": {"type": "ephemeral"}}],
@@ -308,19 +291,6 @@ def test_a_key_is_x_api_key_or_a_bearer(served):
         with client_of(running, api_key="wrong") as client, pytest.raises(anthropic.AuthenticationError) as raised:
             client.messages.create(model="tiny", messages=ASK, **SAME)
         assert raised.value.body["error"]["type"] == "authentication_error"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_frees_the_request(server, slower_rounds, stream):
-    body = {"messages": ASK, "max_tokens": 480, "temperature": 0, "stream": stream}
-    if stream:
-        with server.http.stream("POST", MESSAGES, json=body) as answer:
-            next(answer.iter_lines())
-            assert server.engine.engine.jobs
-    else:
-        with pytest.raises(httpx2.TimeoutException):
-            server.post(MESSAGES, body, timeout=0.3)
-    wait_idle(server)
 
 
 def test_an_error_in_a_stream_is_an_event(served, slow_rounds):

@@ -10,6 +10,7 @@ import re
 
 import pytest
 from forms import FORMATS
+from test_tools import told
 
 TAGS = (
     "<tool_call>", "</tool_call>", "<function=run>", "</function>", "<parameter=a>", "</parameter>", "<|tool_call>",
@@ -24,21 +25,8 @@ PARTS = (
 )  # fmt: skip
 NAMES = ("run", "get_weather", "a-b", "do.it", "wait")
 KEYS = (
-    "a",
-    "text",
-    "from",
-    "class",
-    "in",
-    "None",
-    "name",
-    "arguments",
-    "user-id",
-    "a.b",
-    "$top",
-    "@type",
-    "größe",
-    "X1",
-)
+    "a", "text", "from", "class", "in", "None", "name", "arguments", "user-id", "a.b", "$top", "@type", "größe", "X1",
+)  # fmt: skip
 NUMBERS = (0, -1, 7, 2**53 + 1, -(2**63), 10**30, 0.5, -2.25, 1e22, 1e300, 5e-324, 1e-7, 123456789.125)
 END = r"</parameter>\s*(?:<parameter=[^>\n]+>|</function>\s*(?:</?tool_call>|<function=))"
 NEVER = (rf"\n{END}|\n<parameter=[^>\n]+>\n", rf"{END}|\n</parameter>")
@@ -165,16 +153,8 @@ WRITERS = {
 }
 
 
-def read(parser, pieces):
-    """The text beside calls, and the calls with their values in JSON, whose keys are sorted."""
-    content = ""
-    for index, piece in enumerate(pieces):
-        for new in parser.push(piece, last=index == len(pieces) - 1):
-            content += "" if new.call is not None else new.text
-    return content, by_value((call.name, json.loads(call.arguments)) for call in parser.calls)
-
-
 def by_value(calls):
+    """With values in JSON, whose keys are sorted."""
     return [(name, json.dumps(args, sort_keys=True)) for name, args in calls]
 
 
@@ -186,4 +166,6 @@ def test_what_templates_write_is_read_again(format, request):
         schemas, calls = drawn.calls()
         text = WRITERS[form](calls)
         for pieces in ([text], drawn.pieces(text)):
-            assert read(format.parser(schemas), pieces) == ("", by_value(calls)), (seed, text, pieces)
+            content, made = told(format.parser(schemas), pieces)
+            made = by_value((name, json.loads(arguments)) for name, arguments in made)
+            assert (content, made) == ("", by_value(calls)), (seed, text, pieces)

@@ -7,11 +7,18 @@ from forerun.models.text.chat import render_chat
 from forerun.serve.app import ServerOptions
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 BODIES = {
     COMPLETIONS: {"prompt": "a = ", "max_tokens": 3, "seed": 1},
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 1},
     RESPONSES: {"input": "hi", "max_output_tokens": 3, "seed": 1},
 }
+THOUGHT = {
+    RESPONSES: {"input": "hi", "max_output_tokens": 12, "temperature": 0},
+    MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0},
+    OLLAMA: {"messages": [{"role": "user", "content": "hi"}], "stream": False,
+             "options": {"num_predict": 12, "temperature": 0}},
+}  # fmt: skip
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}{{ reasoning_effort }}{{ who }}"
@@ -35,10 +42,11 @@ def strict(served):
 def said(answer):
     assert answer.status_code == 200, answer.text
     body = answer.json()
-    return body["output"][0]["content"][0]["text"] if "output" in body else texts(body["choices"][0])
-
-
-def texts(choice):
+    if "output" in body:
+        return body["output"][0]["content"][0]["text"]
+    if "content" in body:
+        return body["content"][0]["text"]
+    choice = body["choices"][0] if "choices" in body else body
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
@@ -90,14 +98,25 @@ def test_variables_reach_the_template(served, thinking, options, variables):
     assert said(answer) == said(thinking.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": text}))
 
 
-def test_an_effort_of_a_response_reaches_the_template(thinking):
-    chat = thinking.post(CHAT, {**BODIES[CHAT], "reasoning_effort": "high"})
-    answer = thinking.post(RESPONSES, {**BODIES[RESPONSES], "reasoning": {"effort": "high"}})
-    assert said(answer) == said(chat)
-    assert answer.json()["usage"]["input_tokens"] == chat.json()["usage"]["prompt_tokens"]
-    assert "forerun-ignored" not in answer.headers
-    named = thinking.post(RESPONSES, {**BODIES[RESPONSES], "reasoning": {"effort": "high", "summary": "auto"}})
-    assert named.headers["forerun-ignored"] == "reasoning"
+HIGH = {"enable_thinking": True, "reasoning_effort": "high"}
+ON = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.mark.parametrize(("path", "fields", "variables", "ignored"), [
+    (RESPONSES, {"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}, None),
+    (RESPONSES, {"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}, "reasoning"),
+    (MESSAGES, {}, OFF, None),
+    (MESSAGES, {"thinking": ON}, {"enable_thinking": True}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, HIGH, None),
+    (OLLAMA, {"think": False}, OFF, None),
+    (OLLAMA, {"think": True}, {"enable_thinking": True}, None),
+    (OLLAMA, {"think": "high"}, HIGH, None),
+])  # fmt: skip
+def test_thinking_by_other_names_reaches_the_template(thinking, path, fields, variables, ignored):
+    answer = thinking.post(path, {**THOUGHT[path], **fields})
+    chat = {**BODIES[CHAT], "max_tokens": 12, "temperature": 0, "chat_template_kwargs": variables}
+    assert said(answer) == said(thinking.post(CHAT, chat))
+    assert answer.headers.get("forerun-ignored") == ignored
 
 
 def test_variables_that_a_template_does_not_have_are_named(server):

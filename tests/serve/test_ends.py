@@ -8,7 +8,9 @@ import re
 import threading
 import time
 
+import httpx2
 import pytest
+from running import ASK, wait_idle
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError
@@ -230,6 +232,28 @@ def test_streams_and_refusals_leave_one_too(server, lines):
     assert "completion_tokens" not in second
     assert third["path"] == CHAT
     assert not lines(0)
+
+
+LEFT = {
+    COMPLETIONS: {"prompt": "def parse(", "max_tokens": 480, "ignore_eos": True},
+    "/v1/messages": {"messages": ASK, "max_tokens": 480, "temperature": 0},
+    "/api/chat": {"messages": ASK, "options": {"temperature": 0}},
+}
+
+
+@pytest.mark.usefixtures("slower_rounds")
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", LEFT)
+def test_hanging_up_frees_the_request(server, path, stream):
+    body = {**LEFT[path], "stream": stream}
+    if stream:
+        with server.http.stream("POST", path, json=body) as answer:
+            next(answer.iter_lines())
+            assert server.engine.engine.jobs
+    else:
+        with pytest.raises(httpx2.TimeoutException):
+            server.post(path, body, timeout=0.3)
+    wait_idle(server)
 
 
 @pytest.mark.usefixtures("slow_rounds")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from forms import FORMATS, GEMMA, HARMONY, HERMES, LFM2, LLAMA, MISTRAL, MISTRAL_LIST, PYTHONIC, QWEN
 from running import run_server
-from test_reasoning import ANSWER, THINK, one, read
+from test_reasoning import ANSWER, THINK, one
 from test_reasoning import thinking as thinking_llm  # noqa: F401
-from test_tools import calls_of, together
+from test_tools import calls_of, read, together
 from transformers import AddedToken
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 from transformers.utils.chat_parsing import parse_response

@@ -14,7 +14,6 @@ from forerun.serve.metrics import ThroughputLog
 from refusals import refused
 
 PROMPT = "def parse("
-Samples = dict[tuple[str, str | None], float]
 
 
 def read(server):

@@ -3,14 +3,12 @@
 import json
 from functools import partial
 
-import httpx2
 import jsonschema_rs
 import ollama
 import pytest
 from ollama._utils import convert_function_to_tool
-from running import ASK, TEMPLATE, closed, run_server, wait_idle
+from running import ASK, TEMPLATE, closed, run_server
 from running import chatted as openai_chatted
-from test_client_fields import THINKING
 from test_reasoning import thinking  # noqa: F401 - a fixture
 
 from forerun.serve.app import ServerOptions
@@ -136,15 +134,6 @@ def test_thinking(thinking, begun):  # noqa: F811
             assert "".join(part.message.content for part in parts) == answer.content
 
 
-def test_think_reaches_the_template(served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=THINKING)) as running:
-        for think, fields in ((False, {"enable_thinking": False}), (True, {"enable_thinking": True}),
-                              ("high", {"enable_thinking": True, "reasoning_effort": "high"})):  # fmt: skip
-            answer = running.post(CHAT, {"messages": ASK, "think": think, "stream": False, "options": OPTIONS})
-            assert answer.json()["message"]["content"] == chatted(running, **fields)["choices"][0]["message"]["content"]
-            assert "forerun-ignored" not in answer.headers
-
-
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -236,16 +225,6 @@ def test_errors_are_ollamas(server, client):
         client.generate(model="tiny", prompt="a", images=["aGk="])
 
 
-def test_a_key_is_a_bearer(served, monkeypatch):
-    monkeypatch.setenv("OLLAMA_API_KEY", "s3cret")
-    with run_server(served, ServerOptions(served_model_name="tiny", api_key="s3cret")) as running:
-        with ollama.Client(host=running.url) as client:
-            assert client.list().models[0].model == "tiny"
-        monkeypatch.setenv("OLLAMA_API_KEY", "wrong")
-        with ollama.Client(host=running.url) as client, pytest.raises(ollama.ResponseError, match="needs its API key"):
-            client.list()
-
-
 def test_about_the_model(server, client):
     (listed,), (loaded,) = client.list().models, client.ps().models
     assert listed.model == loaded.model == "tiny"
@@ -278,19 +257,6 @@ def test_logprobs(server, client):
             (each["token"], each["logprob"]) for each in expected
         ]
         assert [len(each.top_logprobs) for each in listed] == [2] * len(expected)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_frees_the_request(server, slower_rounds, stream):
-    body = {"messages": ASK, "options": {"temperature": 0}, "stream": stream}
-    if stream:
-        with server.http.stream("POST", CHAT, json=body) as answer:
-            next(answer.iter_lines())
-            assert server.engine.engine.jobs
-    else:
-        with pytest.raises(httpx2.TimeoutException):
-            server.post(CHAT, body, timeout=0.3)
-    wait_idle(server)
 
 
 def test_an_error_in_a_stream_is_a_line(served, slow_rounds):

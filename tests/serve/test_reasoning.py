@@ -8,7 +8,7 @@ from forms import FORMATS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import TEMPLATE, run_server
-from test_tools import told
+from test_tools import CASES, FENCED, NAMES, read, told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
@@ -209,25 +209,6 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-def read(reader, pieces):
-    """Thoughts, text and calls as a client puts them together."""
-    thoughts = content = ""
-    calls = []
-    for index, piece in enumerate(pieces):
-        for new in reader.push(piece, last=index == len(pieces) - 1):
-            if new.call is not None:
-                if new.begins:
-                    calls.append([new.call.name, ""])
-                calls[-1][1] += new.text
-            elif new.reasoning:
-                thoughts += new.text
-            else:
-                content += new.text
-    made = [(name, arguments) for name, arguments in calls]
-    assert made == [(call.name, call.arguments) for call in reader.calls]
-    return thoughts, content, made
-
-
 @pytest.mark.parametrize(("opened", "text", "thoughts", "content"), TAGGED)
 def test_thoughts_between_tags(opened, text, thoughts, content):
     for pieces in ([text], [*text, ""]):
@@ -338,18 +319,15 @@ WORDS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<|tool_call>",
      "<tool_call|>", "call:add{", "a:", Q, "[TOOL_CALLS]", "[ARGS]", "add", "{", "}", "[", "]", "(", ")", "a=", "1",
      ",", " ", "\n", '"', "'", "<|python_start|>", "<|python_end|>", "x", "<think>", "</think>", "<|channel|>analysis",
-     "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.add"]
+     "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.add", "<|python_tag|>", "\\", ";", ": ", "<", "Ada",
+     '{"name": "add", "arguments": ', '{"name": "add', '"parameters": {"a": [1]}', '{"type": "function", ',
+     '"name": "add"', "```", "```json\n"]
 )  # fmt: skip
+TEXTS = [*(case[1] for case in (*CALLED, *TAGGED)), *(case[0] for case in (*MESSAGES, *CASES, *FENCED))]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None)
-@given(
-    st.one_of(
-        st.lists(WORDS, max_size=12).map("".join),
-        st.sampled_from([case[1] for case in CALLED] + [case[0] for case in MESSAGES] + [case[1] for case in TAGGED]),
-    ),
-    st.data(),
-)
+@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@given(st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from(TEXTS)), st.data())
 def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
@@ -362,3 +340,7 @@ def test_cuts_change_nothing(text, data):
         for opened in (None, True) if form is not HARMONY else ():
             whole = read(ReasoningParser(PARSERS["qwen3"], opened, parser()), [text])
             assert read(ReasoningParser(PARSERS["qwen3"], opened, parser()), pieces) == whole
+    for fenced in (False, True):
+        whole = told(ToolParser(NAMES, fenced=fenced), [text])
+        assert told(ToolParser(NAMES, fenced=fenced), pieces) == whole
+        assert told(ToolParser(NAMES, parallel=False, fenced=fenced), pieces)[1] == whole[1][:1]

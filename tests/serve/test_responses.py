@@ -397,10 +397,6 @@ def test_errors_are_openais_and_name_its_own_fields(server, body, param, message
         assert "\n" not in error["message"]
 
 
-def test_another_model_is_not_found(server):
-    assert server.post(PATH, {**ASK, "model": "other"}).status_code == 404
-
-
 def test_what_makes_no_difference_is_said(server):
     answer = server.post(PATH, {**ASK, "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]})
     assert answer.headers["forerun-ignored"] == "reasoning, include.reasoning.encrypted_content"

@@ -41,11 +41,6 @@ def test_pieces_are_the_text(server, tokenizer):
     assert any(isinstance(each["piece"], list) for each in pieces)
 
 
-def test_tokens_become_text_in_both_forms(server, tokenizer):
-    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": TEXT, "content": TEXT}
-
-
 def test_a_conversation_becomes_its_prompt(server, served):
     tool = {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, "name": "add"}}
     for more in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):

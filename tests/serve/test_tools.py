@@ -7,14 +7,11 @@ import re
 
 import jsonschema_rs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from running import ASK, HERMES, client_of, closed, run_server
+from running import ASK, HERMES, client_of, closed
 from transformers import AddedToken
 
 from forerun.models.text.chat import render_chat
 from forerun.models.text.tokenizer import load_tokenizer
-from forerun.serve.app import ServerOptions
 from forerun.serve.text import TextService
 from forerun.serve.tools.base import ToolParser
 from forerun.serve.tools.grammar import MAX_FORCED_CALLS
@@ -38,18 +35,6 @@ TOOLS = [tool("set_date", DATE), tool("paint", COLOUR), tool("stop")]
 SCHEMAS = {"set_date": DATE, "paint": COLOUR, "stop": {"properties": {}, "additionalProperties": False}}
 BODY = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
 CHOSEN = {"type": "function", "function": {"name": "set_date"}}
-LLAMA = (
-    "{% if tools %}Answer with {\"name\": it, \"parameters\": {...}}: {% for t in tools %}{{ t.function.name }} "
-    "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% for c in m.tool_calls %}"
-    "{{ c.function.name }}({{ c.function.arguments.day }}){% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llama(served):
-    """A server whose template knows tools, in Llama 3's form."""
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=LLAMA)) as running:
-        yield running
 
 
 @pytest.fixture
@@ -152,10 +137,13 @@ def test_the_openai_package(client):
         tiled = stream.get_final_completion().choices[0].message.tool_calls or []
     assert "tool_calls.function.arguments.delta" in kinds
     assert [c.function.arguments for c in tiled] == [call.function.arguments]
-    turns = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
-    again = client.chat.completions.create(messages=turns, **options)
-    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
-    assert again.choices[0].finish_reason == "tool_calls"
+    counts = []
+    for content in ("done", [{"type": "text", "text": "done"}]):
+        turns = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": content}]
+        again = client.chat.completions.create(messages=turns, **options)
+        assert again.choices[0].finish_reason == "tool_calls"
+        counts.append(again.usage.prompt_tokens)
+    assert answer.usage.prompt_tokens < counts[0] == counts[1]
 
 
 def text_of(server, **body):
@@ -171,29 +159,6 @@ HISTORY = [
     {"role": "tool", "tool_call_id": "call_1", "content": "done"},
     {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "no"}]},
 ]
-
-
-def test_a_template_that_does_not_know_tools_is_reported_of_them(server):
-    written = '<tool_call>\n{"name": "set_date", "arguments": {"day": 3}}\n</tool_call>'
-    said = (
-        f"<user>hi\n<assistant>{written}\n{written}\n"
-        "<user><tool_response>\ndone\n</tool_response>\n<tool_response>\nno\n</tool_response>\n<assistant>"
-    )
-    assert text_of(server, messages=HISTORY) == f"<system>Be brief.\n{said}"
-    told = text_of(server, messages=HISTORY, tools=TOOLS[:1])
-    assert told.startswith("<system>Be brief.\n\n")
-    assert told.endswith(f"\n{said}")
-    function = {"parameters": DATE, "name": "set_date", "description": "set_date it"}
-    assert json.loads(told.split("<tools>\n")[1].split("\n</tools>")[0]) == function
-    alone = text_of(server, messages=ASK, tools=TOOLS)
-    assert alone.startswith("<system>")
-    assert alone.endswith("\n<user>hi\n<assistant>")
-
-
-def test_a_template_that_knows_tools_gets_them(llama):
-    told = text_of(llama, messages=[*ASK, *HISTORY[2:3]], tools=TOOLS)
-    begun = 'Answer with {"name": it, "parameters": {...}}: set_date paint stop '
-    assert told == f"{begun}<user>hi<assistant>set_date(3)set_date(3)"
 
 
 def test_markers_that_are_special_tokens_are_not_left_out(served):
@@ -236,17 +201,6 @@ def test_a_response_format_binds_what_is_no_call(hermes, served, unwanted, calle
     else:
         assert set(json.loads(choice["message"]["content"])) == {"ok"}
         assert choice["finish_reason"] == "stop"
-
-
-def test_efforts_are_ignored_visibly(server):
-    body = {"messages": ASK, "max_tokens": 2, "seed": 1}
-    plain = server.post(CHAT, body)
-    assert "forerun-ignored" not in plain.headers
-    for stream in (False, True):
-        answer = server.post(CHAT, {**body, "reasoning_effort": "high", "stream": stream})
-        assert answer.headers["forerun-ignored"] == "reasoning_effort"
-        if not stream:
-            assert answer.json()["choices"] == plain.json()["choices"]
 
 
 def nested(depth):
@@ -401,13 +355,14 @@ CASES = [
 ]  # fmt: skip
 
 
-def told(parser, pieces):
-    """What the stream of a text in ``pieces`` says, put together as a client does; the parser has seen the same."""
-    content, calls, ids = "", [], []
+def read(parser, pieces):
+    """Thoughts, text and calls of a text in ``pieces``, put together as a client does; the parser has seen the same."""
+    thoughts, content, calls, ids = "", "", [], []
     for index, piece in enumerate(pieces):
         for new in parser.push(piece, last=index == len(pieces) - 1):
             if new.call is None:
-                content += new.text
+                thoughts += new.text if new.reasoning else ""
+                content += "" if new.reasoning else new.text
                 continue
             if new.begins:
                 calls.append([new.call.name, ""])
@@ -417,7 +372,11 @@ def told(parser, pieces):
     result = [(name, arguments) for name, arguments in calls]
     assert result == [(call.name, call.arguments) for call in parser.calls]
     assert len(set(ids)) == len(ids)
-    return content, result
+    return thoughts, content, result
+
+
+def told(parser, pieces):
+    return read(parser, pieces)[1:]
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), CASES, ids=range(len(CASES)))
@@ -463,27 +422,6 @@ def test_a_block_that_is_no_call_is_reported_as_soon_as_that_is_clear():
     parser = ToolParser(NAMES, fenced=True)
     assert not parser.push(f"```json\n{PARSER_CALL}\n```\n")
     assert [new.text for new in parser.push("So")] == [f"```json\n{PARSER_CALL}\n```\nSo"]
-
-
-WORDS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<|python_tag|>", "\n", " ", "{", "}", "[", '"', "\\", ";", ",", ": ", "x", "<",
-     "Ada", '{"name": "add", "arguments": ', '{"name": "add', '"parameters": {"a": [1]}', '{"type": "function", ',
-     '"name": "add"', "```", "```json\n"]
-)  # fmt: skip
-
-
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(
-    st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in (*CASES, *FENCED)])),
-    st.data(),
-)
-def test_cuts_change_nothing(text, data):
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    for fenced in (False, True):
-        whole = told(ToolParser(NAMES, fenced=fenced), [text])
-        assert told(ToolParser(NAMES, fenced=fenced), pieces) == whole
-        assert told(ToolParser(NAMES, parallel=False, fenced=fenced), pieces)[1] == whole[1][:1]
 
 
 def test_nothing_is_held_back_but_what_may_begin_a_call():

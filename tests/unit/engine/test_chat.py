@@ -211,8 +211,12 @@ def test_any_other_template_has_them_in_words(llm):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "\u00e9"]}}\n</tool_call>'
     answer = "<tool_response>\n1\n</tool_response>"
     assert prompt(llm, CALLED, PLAIN) == f"[user] sum?/[assistant] {call}/[user] {answer}/"
-    spoken = [ASK, {**CALLED[1], "content": "Let me see."}, CALLED[2], ASK]
-    assert prompt(llm, spoken, PLAIN) == f"[user] sum?/[assistant] Let me see.\n{call}/[user] {answer}/[user] sum?/"
+    said = {**CALLED[1], "content": "Let me see.", "tool_calls": [CALL, CALL]}
+    both = [ASK, said, CALLED[2], {**CALLED[2], "content": "no"}, ASK]
+    answers = f"{answer}\n{answer.replace('1', 'no')}"
+    assert prompt(llm, both, PLAIN) == (
+        f"[user] sum?/[assistant] Let me see.\n{call}\n{call}/[user] {answers}/[user] sum?/"
+    )
 
 
 def test_a_model_of_several_templates_uses_the_one_for_tools(llm, monkeypatch):
