@@ -222,7 +222,6 @@ def test_taking_entries_back_starts_from_the_root_again():
 
 TEXT = "the quick brown fox jumps over the lazy dog; "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, logprobs=2)
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
@@ -237,25 +236,6 @@ def fresh(model):
     model.engine.scheduler.tree.clear()
     model.engine.check()
     assert all(pool.num_free == pool.num_pages for pool in model.engine.pools)
-
-
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_reused_prefix_changes_no_bit(llm, paged, params):
-    """Tokens and log-probabilities, against an engine that shares nothing; the tail of an answer is reused too."""
-    alone = llm(invariant=True)
-    fresh(paged)
-    first = paged.generate(TEXT, params)[0]
-    answered = first.prompt_token_ids + first.outputs[0].token_ids + [5]
-    prompts = [TEXT, TEXT + "and more", TEXT[:20], answered]
-    for prompt in prompts:
-        got, expected = paged.generate(prompt, params)[0], alone.generate(prompt, params)[0]
-        assert got.outputs[0].token_ids == expected.outputs[0].token_ids
-        assert got.outputs[0].logprobs == expected.outputs[0].logprobs
-        reusable = len(got.prompt_token_ids) - 1
-        # Of the last prompt, the answer's last token was never fed, and its last page never filled.
-        assert reusable - 10 <= got.metrics.num_cached_tokens <= reusable
-        assert prompt is answered or got.metrics.num_cached_tokens in (reusable, len(TEXT))
-    paged.engine.check()
 
 
 def test_a_known_prompt_recomputes_its_last_token_only(paged):

@@ -1,19 +1,14 @@
 """Trees, the rows they become, and who sees whom: against paths written out."""
 
-from types import SimpleNamespace
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import SamplingParams
 from forerun.attention.layout import ancestors, tree_mask
-from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState
-from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
-from forerun.speculate.beams import Outcome
-from forerun.speculate.rollback import roll_back
+from forerun.core.tree import POINT_MASS, Draft, Trial
 from forerun.speculate.verify import pack
 from refusals import refused
 
@@ -122,28 +117,3 @@ def test_one_batch_for_prefill_decoding_and_verification():
     assert (tree.parents, tree.logits) == ([-1, 0, 1, 2, 2, 3], [2, 3, 4, 5])
     sequences[0].params = SamplingParams(prompt_logprobs=0)
     assert pack(sequences[:1], drafts[:1])[0].logits == [0, 1, 2, 3]
-
-
-@settings(max_examples=60, deadline=None)
-@given(PATHS, st.data())
-def test_rolling_back_keeps_the_accepted_path(paths, data):
-    """Entries are numbered; afterwards the cache holds the committed ones and the path's, in order."""
-    draft = grown(paths)
-    node = data.draw(st.integers(-1, len(draft) - 1))
-    path = draft.path(node) if node >= 0 else []
-    accepted = data.draw(st.integers(0, len(path)))
-    pool = Pool([KVShape(1, 1, 1)], 8, 5, torch.float32)
-    who = sequence(0, 6, 4, 2)
-    end = 6 + len(draft)
-    pool.reserve(0, end)
-    entries = torch.arange(end, dtype=torch.float32)[:, None, None]
-    pool.write(0, pool.slot_mapping(0, range(end)), entries, entries)
-    pool.advance(0, end)
-    target = SimpleNamespace(attention=SimpleNamespace(pool=pool), hidden=())
-    roll_back(target, None, Outcome([who], [draft], [Verdict(path=path, tokens=[7] * accepted)], [0], []))
-    keys, _ = pool.gather(0, torch.tensor(pool.block_tables[0]))
-    expected = [*range(6), *[6 + step for step in path[:accepted]]]
-    assert keys.flatten()[: pool.length(0)].tolist() == expected
-    assert who.num_computed_tokens == pool.length(0) == len(expected)
-    assert (who.tokens[6:], who.scheduled) == ([7] * accepted, 0)
-    pool.check()

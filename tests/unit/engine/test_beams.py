@@ -112,19 +112,6 @@ def test_pages_that_run_short(drafting, plain, pages):
     model.engine.check()
 
 
-def test_an_abort_leaves_nothing_behind(drafting):
-    engine = drafting(page_size=8).engine
-    for rounds in range(5):
-        jobs = engine.add([5, 6, 7], SEARCH)
-        for _ in range(rounds):
-            engine.step()
-        engine.abort(jobs[rounds % len(jobs)])
-        assert not engine.jobs
-        assert not engine.busy
-        assert {job.finish.reason for job in jobs if job.finish} == {"abort"}
-        engine.check()
-
-
 def test_a_failed_round_ends_every_beam(drafting):
     engine = drafting(page_size=8).engine
     jobs = engine.add([5, 6, 7], SEARCH)

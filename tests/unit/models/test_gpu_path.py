@@ -50,22 +50,6 @@ def answers(target, **options):
     return llm, [list(ids) for ids in result]
 
 
-@pytest.mark.parametrize(
-    "way", [None, {"method": "draft_model", "tree": [2, 1], "accept": "coupled"}], ids=["plain", "tree"]
-)
-def test_tokens_are_those_of_the_cpu(target, way, monkeypatch):
-    if way is not None and way["method"] == "draft_model":
-        way = {**way, "model": target}
-    _, expected = answers(target)
-    monkeypatch.setenv("FORERUN_INTERPRET", "1")
-    llm, got = answers(target, speculative_config=way, page_size=16)
-    assert got == expected
-    assert llm.engine.model.info.path == "native, triton float32"
-    assert isinstance(llm.engine.target.attention, TritonAttention)
-    assert llm.engine.identity
-    assert llm.engine.model.graphs._graphs
-
-
 def test_every_row_has_the_bits_of_decoding(target, interpreted):
     model = load_model(target, device="cpu", dtype="float32", invariant=None)
     assert model.invariant

@@ -23,8 +23,6 @@ from tiny import save_checkpoint, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 Parts = dict[str, np.ndarray | torch.Tensor]
-Written = tuple[Parts, np.ndarray]
-"""A layer's tensors, and the weight that they stand for."""
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs lies in the lowest four bits, and so on."""
 

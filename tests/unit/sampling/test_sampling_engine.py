@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 
 import numpy
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.sampling.noise import Gumbel, fold, target_key
 from forerun.speculate.accept import rules
 from sampling_oracle import edited, kept
@@ -19,7 +18,6 @@ from tiny import ALPHABET
 
 pytestmark = pytest.mark.slow
 
-Loader = Callable[..., LLM]
 PROMPTS = ["hello world, hello", "a", "0123456789012345", "the cat sat"]
 LENGTH = 16
 
@@ -56,24 +54,6 @@ def mix(draw):
 
 mixes = st.composite(lambda draw: [mix(draw) for _ in PROMPTS])()
 slow = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def answers(llm, params):
-    outputs = llm.generate(PROMPTS, list(params))
-    return [(o.token_ids, o.finish_reason, o.stop_reason) for output in outputs for o in output.outputs]
-
-
-@slow
-@given(params=mixes)
-def test_speculative_equals_plain(llm, tiny_draft, params):
-    """Requests with options of their own in one batch."""
-    plain = answers(llm(), params)
-    for spec in (
-        {"method": "ngram"},
-        {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3},
-        {"method": "draft_model", "model": tiny_draft, "tree": [3, 2], "draft_temperature": 0.6},
-    ):
-        assert answers(llm(spec), params) == plain
 
 
 @pytest.mark.parametrize("accept", [name for name in rules if rules[name].lossless])

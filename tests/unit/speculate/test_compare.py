@@ -18,31 +18,6 @@ from forerun.speculate.accept.compare import Comparison, CompiledComparison, com
 from here import where
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [5, 300, 4097])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_left_of_rows(dtype, size, scaled):
-    generator = torch.Generator().manual_seed(size)
-    p, q = (torch.rand(count, size, generator=generator, dtype=torch.float64) ** 4 for count in (5, 3))
-    p, q = p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
-    rows = [0, 1, 3]
-    q[1] = p[1] * 1.001  # nothing is left there
-    factor = torch.tensor([[0.5], [0.9], [1.0]], dtype=torch.float64) if scaled else None
-    sequences = [RequestState(i, [1], 1, SamplingParams(temperature=1.0), seed=i) for i in range(5)]
-    sampler = Sampler(size)
-    sampler.compiled = None
-    compared = Comparison(Scores(sequences, [Draft() for _ in range(5)], [*range(5)], p.log().to(dtype)), sampler)
-    kept = compared.p.clone()
-    left, mass = compared.left(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
-    assert torch.equal(compared.p, kept)
-    assert torch.equal(compared.residual, kept)
-    for index, row in enumerate(rows):
-        expected = numpy.maximum(0.0, p[row].numpy() * (factor[index, 0].item() if scaled else 1.0) - q[index].numpy())
-        assert abs(mass[index, 0].item() - expected.sum()) < 1e-5
-        expected = p[row].numpy() if index == 1 else expected
-        assert numpy.allclose(left[index].double().numpy(), expected, atol=1e-6)
-
-
 def draws(size, temperatures, drawn, depth=3):
     """A chain per temperature over random logits, drawn from a q or a point mass; and p in float64."""
     generator = numpy.random.default_rng(size + depth)
