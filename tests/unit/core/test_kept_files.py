@@ -142,7 +142,7 @@ OTHERWISE = {
         "null": "null", "a number": "5", "an object": '"12"', "numbers alone": "[5]", "text within": '[["4"]]',
         "no size": "[[5]]", "backwards": "[[8, 4]]", "a group of none": "[[]]", "true": "[1, true]",
         "too large": "[1, 3]", "negative": "[1, -1]", "a fraction": "[1, 2.0]", "too many": "[1, 2, 3]",
-        "brackets": "[" * 100_000, "a long number": f"[{'9' * 5000}]",
+        "too few": "[1]", "brackets": "[" * 100_000, "a long number": f"[{'9' * 5000}]",
     }.items()
 }  # fmt: skip
 """What is JSON, and no measurement."""
