@@ -11,16 +11,18 @@ from playwright.sync_api import expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
-from pages import DESKTOP, SECONDS, settle, visit
+from pages import DESKTOP, settle, visit
 from running import run_server
 
 from chat_model import save_chat_model
 from forerun import LLM
 from forerun.serve.app import ServerOptions
 
+expect.set_options(timeout=30_000)  # milliseconds, for busy machines
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--disable-features=SpareRendererForSitePerProcess,IsolateOrigins",
+    "--disable-site-isolation-trials",
 ]  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def hold(monkeypatch):
 def talk(browser, talking, request):
     """A conversation, on a desktop's size unless the test says otherwise."""
     with visit(browser, talking.url, getattr(request, "param", DESKTOP)) as page:
-        expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
+        expect(page.locator("#message")).to_be_visible()
         settle(page, max_tokens=24)
         yield page
 
@@ -93,7 +95,7 @@ def talk(browser, talking, request):
 def page(browser, bundled, request):
     """A text to continue, likewise."""
     with visit(browser, bundled.url, getattr(request, "param", DESKTOP)) as page:
-        expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
+        expect(page.locator("#message")).to_be_visible()
         page.click("#tab_complete")
         page.fill("#prompt", "def read_lines(path):\n")
         settle(page, max_tokens=60)

@@ -11,7 +11,6 @@ from playwright.sync_api import expect
 from running import Running
 
 Hold = Callable[[Running], Semaphore]
-SECONDS = 1000
 DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 REFUSED = re.compile("status of 4..")
@@ -43,7 +42,7 @@ def visit(browser, url, options):
 
 def settle(page, **options):
     """The same answer every time, and the colours of its tokens."""
-    expect(page.locator("#temperature")).not_to_have_value("", timeout=20 * SECONDS)
+    expect(page.locator("#temperature")).not_to_have_value("")
     for name, value in {"temperature": 0, "min_p": "", "seed": 7, **options}.items():
         page.fill(f"#{name}", str(value))
     page.check("#coloured")
@@ -55,12 +54,12 @@ def begin_long_answer(talk, rounds):
     talk.fill("#max_tokens", "2000")
     talk.fill("#message", "Go on and on")
     talk.keyboard.press("Enter")
-    expect(talk.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+    expect(talk.locator(".tokens span").nth(3)).to_be_attached()
 
 
 def ended(page):
     """Nothing is in progress any more."""
-    expect(page.locator(".run:visible")).to_be_visible(timeout=30 * SECONDS)
+    expect(page.locator(".run:visible")).to_be_visible()
 
 
 def run(page):
@@ -86,6 +85,12 @@ def shown(page, answer=-1):
         .nth(answer)
         .evaluate(f"e => [...e.querySelectorAll('{selector}')].map(item => [item.textContent, item.className])")
     )
+
+
+def places(page, *selectors):
+    """Left and top of the last of each, at one moment: a page may still scroll."""
+    corner = "s => { const { left, top } = [...document.querySelectorAll(s)].at(-1).getBoundingClientRect();"
+    return page.evaluate(f"all => all.map({corner} return [left, top]; }})", selectors)
 
 
 def contrast(page, selector):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from huggingface_hub import constants
-from pages import DESKTOP, PHONE, SECONDS, ask, run, screenshot, settle, visit
+from pages import DESKTOP, PHONE, ask, run, screenshot, settle, visit
 from playwright.sync_api import expect
 from running import TEMPLATE, run_app
 
@@ -14,7 +14,6 @@ from forerun.serve.models import Library
 from forerun.serve.options import ServerOptions
 from tiny import save_checkpoint, tiny_llama
 
-READY = 30 * SECONDS
 NAMES = [f"hf:own/{name}" for name in ("a", "b", "plain")]
 
 
@@ -39,7 +38,7 @@ def several(tmp_path_factory):
 
 def use(page, name):
     page.select_option("#models", name)
-    expect(page.locator("#status")).to_have_text("Ready.", timeout=READY)
+    expect(page.locator("#status")).to_have_text("Ready.")
 
 
 def answer_of(http, model):
@@ -53,7 +52,7 @@ def answer_of(http, model):
 def test_the_chosen_model_answers_and_is_remembered(browser, several, size):
     url, http = several
     with visit(browser, url, size) as page:
-        expect(page.locator("#models option")).to_have_text(["Choose a model", *NAMES], timeout=READY)
+        expect(page.locator("#models option")).to_have_text(["Choose a model", *NAMES])
         conversations = []
         for name in NAMES[:2]:
             use(page, name)
@@ -67,11 +66,11 @@ def test_the_chosen_model_answers_and_is_remembered(browser, several, size):
         assert page.locator("#models").input_value() == NAMES[1]  # a new conversation keeps it
         page.click("#list")
         page.locator("#kept li").nth(1).locator("button").first.click()
-        expect(page.locator("#models")).to_have_value(NAMES[0], timeout=READY)
-        expect(page.locator("#status")).to_have_text("Ready.", timeout=READY)
+        expect(page.locator("#models")).to_have_value(NAMES[0])
+        expect(page.locator("#status")).to_have_text("Ready.")
         page.reload()
-        expect(page.locator("#models")).to_have_value(NAMES[0], timeout=READY)
-        expect(page.locator("#status")).to_have_text("Ready.", timeout=READY)
+        expect(page.locator("#models")).to_have_value(NAMES[0])
+        expect(page.locator("#status")).to_have_text("Ready.")
         settle(page, max_tokens=12)
         assert ask(page, "again")["model"] == NAMES[0]
 
@@ -96,10 +95,10 @@ def test_modes_and_drafters_are_the_chosen_models(browser, several):
 def test_a_model_that_cannot_be_loaded_is_said(browser, several):
     url, _ = several
     with visit(browser, url, DESKTOP) as page:
-        expect(page.locator("#models option")).to_have_count(4, timeout=READY)
+        expect(page.locator("#models option")).to_have_count(4)
         page.evaluate("document.getElementById('models').append(new Option('gone', 'gone'))")
         page.select_option("#models", "gone")
-        expect(page.locator("#models ~ .wrong")).to_contain_text("no model 'gone'", timeout=READY)
+        expect(page.locator("#models ~ .wrong")).to_contain_text("no model 'gone'")
         use(page, NAMES[0])
         expect(page.locator(".wrong")).to_have_count(0)
         assert json.loads(page.evaluate("JSON.stringify(localStorage['forerun.model'])")) == NAMES[0]
@@ -108,15 +107,19 @@ def test_a_model_that_cannot_be_loaded_is_said(browser, several):
 def test_a_choice_while_another_model_loads_comes_after_it(browser, several):
     url, _ = several
     with visit(browser, url, DESKTOP) as page:
-        expect(page.locator("#models option")).to_have_count(4, timeout=READY)
+        expect(page.locator("#models option")).to_have_count(4)
         use(page, NAMES[0])
-        held = []
-        page.route(re.compile(r"/props\?"), lambda route: route.continue_() if held else held.append(route))
-        page.reload()
-        expect(page.locator("#status")).to_contain_text(f"Loading {NAMES[0]}", timeout=READY)
+        asked, held = re.compile(r"/props\?"), []
+        page.route(asked, lambda route: route.continue_() if held else held.append(route))
+        sent = []
+        page.on("request", lambda request: sent.append(request) if asked.search(request.url) else None)
+        with page.expect_request(asked):
+            page.reload()
+        expect(page.locator("#status")).to_contain_text(f"Loading {NAMES[0]}")
         page.evaluate("document.getElementById('models').append(new Option('gone', 'gone'))")
         page.select_option("#models", "gone")
-        page.wait_for_timeout(300)  # an answer about the second would come before that about the first
+        page.evaluate("fetch('/health').then(() => 0)")  # what was asked before this has been seen
+        assert len(sent) == 1
         held[0].continue_()
-        expect(page.locator("#models ~ .wrong")).to_contain_text("no model 'gone'", timeout=READY)
+        expect(page.locator("#models ~ .wrong")).to_contain_text("no model 'gone'")
         expect(page.locator("#models")).to_have_value(NAMES[0])

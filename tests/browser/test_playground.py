@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, contrast, ended, run, screenshot, shown
+from pages import DESKTOP, PHONE, contrast, ended, places, run, screenshot, shown
 from playwright.sync_api import expect
 
 DARK_PHONE = {**PHONE, "color_scheme": "dark"}
@@ -18,7 +18,7 @@ def body(prompt="def read_lines(path):\n", **options):
 def test_a_run_streams_and_colours(page, bundled):
     page.locator("#continuing .run").click()
     # It streams: some tokens are there while the run goes on.
-    expect(page.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+    expect(page.locator(".tokens span").nth(3)).to_be_attached()
     ended(page)
     answer = bundled.post("/v1/completions", body()).json()
     rounds = answer["choices"][0]["trace"]
@@ -78,17 +78,17 @@ def test_charts_grow_while_the_answer_streams(page, bundled, hold):
         return int((page.get_attribute("#rounds", "aria-label") or "0").split()[0])
 
     rounds.release(8)
-    expect(page.locator("#rounds rect").nth(8)).to_be_attached(timeout=20 * SECONDS)
+    expect(page.locator("#rounds rect").nth(8)).to_be_attached()
     assert 2 <= drawn() <= 8
     rounds.release(8)
     # Asked by attribute: the page forbids `eval`, which `wait_for_function` needs from its second try on.
-    expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile(r"^(9|1[0-6])\b"), timeout=20 * SECONDS)
+    expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile(r"^(9|1[0-6])\b"))
     expect(page.locator(".verdict")).to_contain_text("tokens/s")
     # All of that while the answer was not at its end.
     expect(page.locator("#status")).to_have_text("Speculating …")
     expect(page.locator("#continuing .run")).to_be_hidden()
     page.keyboard.press("Escape")
-    expect(page.locator("#status")).to_have_text("Stopped.", timeout=20 * SECONDS)
+    expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator(".verdict")).to_contain_text("· stopped")
 
 
@@ -122,7 +122,7 @@ def test_by_keyboard_alone(page):
     page.fill("#max_tokens", "400")
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
-    expect(page.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
+    expect(page.locator(".tokens span").nth(3)).to_be_attached()
     page.keyboard.press("Escape")
     ended(page)
     reached = set()
@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_beside_its_field(page):
         page.fill(f"#{field}", value)
         page.locator("#continuing .run").click()
         wrong = page.locator(f".field:has(#{field}) .wrong")
-        expect(wrong).to_contain_text(message, timeout=20 * SECONDS)
+        expect(wrong).to_contain_text(message)
         expect(wrong).to_be_in_viewport(ratio=1)
         expect(page.locator(".wrong")).to_have_count(1)
         expect(page.locator(f"#{field}")).to_be_focused()
@@ -203,6 +203,6 @@ def test_a_phone_shows_the_answer_after_run(page, request):
     expect(page.locator(".tokens")).to_be_in_viewport(ratio=0.5)
     expect(page.locator(".verdict")).to_be_in_viewport(ratio=1)
     expect(page.get_by_role("button", name="Copy")).to_be_in_viewport(ratio=1)
-    places = [page.locator(name).evaluate("e => e.getBoundingClientRect().top") for name in (".verdict", "#options")]
-    assert places[0] < places[1]
+    (_, line), (_, below) = places(page, ".verdict", "#options")
+    assert line < below
     screenshot(page, "phone")
