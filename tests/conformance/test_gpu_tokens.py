@@ -1,20 +1,29 @@
 """What a GPU would answer, under Triton's interpreter: the tokens and drafts of the engine on a CPU in float32."""
 
-from dataclasses import replace
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from harness import answers, check_idle, run
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, StructuredOutputsParams
 from forerun.attention.triton import TritonAttention
 from forerun.speculate.draft import drafters
-from tiny import save_checkpoint, tiny_llama
+from forerun.speculate.draft.heads.head import Sizes
+from tiny import ALPHABET, save_checkpoint, tiny_llama
+from waits import HostWaits
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
 pytestmark = [pytest.mark.slow, *([ON_GPU] if torch.cuda.is_available() else [])]
-METHODS = ("draft_model", "eagle", "mtp", "dflash", "cascade", "suffix")
+ON_DEVICE = ("draft_model", "eagle", "mtp", "dflash")
+PLAIN_BLOCK = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48}
+"""Options of a block in which no choice depends on another."""
+WAITS = {
+    "plain": 1, **dict.fromkeys((*ON_DEVICE, "suffix", "cascade", "eagle without graphs"), 1),
+    "draft_model with a threshold": 2, "dflash of all parts": 11,
+}  # fmt: skip
+"""How often the host waits for the GPU in a round of two requests, at most, by drafter."""
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 
 
@@ -22,17 +31,26 @@ def options(**given):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "seed": 5, **given})
 
 
-OPTIONS = [
-    options(**PENALTIES), options(temperature=0.8, top_k=6), options(temperature=1.2, top_p=0.7),
-    options(temperature=0.9, min_p=0.1, seed=6), options(temperature=0.9, logit_bias={40: 3.0, 41: -100.0, 3: 2.0}),
+ON_THE_GPU = [
+    options(temperature=0.8, top_k=6, n=2), options(temperature=1.2, top_p=0.7, logprobs=2),
+    options(temperature=0.9, min_p=0.1, seed=6), options(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02, seed=7),
+    options(logprobs=0),
+]  # fmt: skip
+ON_THE_HOST = [
+    options(**PENALTIES), options(temperature=0.9, logit_bias={40: 3.0, 41: -100.0, 3: 2.0}),
     options(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02, **PENALTIES),
+    options(temperature=0.8, structured_outputs=StructuredOutputsParams(regex="[a-f]{9}")),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     model = tiny_llama(layers=1, num_attention_heads=2, num_key_value_heads=1)
-    return save_checkpoint(model, tmp_path_factory.mktemp("gpu") / "target")
+    folder = save_checkpoint(model, tmp_path_factory.mktemp("gpu") / "target")
+    file = Path(folder) / "tokenizer.json"
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}  # that grammars can read
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": decoder}))
+    return folder
 
 
 def engine(target, way=None, **more):
@@ -42,11 +60,11 @@ def engine(target, way=None, **more):
 
 @pytest.fixture
 def on_gpu(target, monkeypatch):
-    """``on_gpu(way=None)``: an engine as on a GPU."""
+    """``on_gpu(way=None, **more)``: an engine as on a GPU."""
 
-    def get(way=None):
+    def get(way=None, **more):
         monkeypatch.setenv("FORERUN_INTERPRET", "1")
-        built = engine(target, way)
+        built = engine(target, way, **more)
         assert isinstance(built.target.attention, TritonAttention)
         assert built.identity
         return built
@@ -64,22 +82,54 @@ def drafted(jobs):
     return [(job.metrics.num_draft_tokens, job.metrics.num_accepted_draft_tokens) for job in jobs]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_drafter(target, prompts, tmp_path, on_gpu, method):
-    looped = {"logit_bias": {40: 100.0}, "max_tokens": 8} if method == "suffix" else {}
-    requests = [(prompts[0], options(**looped)), (prompts[1], options(temperature=0.8, top_p=0.95))]
-    way = {"method": method, "num_speculative_tokens": 2, **drafters[method].example(Path(target), tmp_path)}
+def way_of(method, target, folder):
+    if method == "plain":
+        return None
+    name, *more = method.split()
+    way = {"method": name, "num_speculative_tokens": 2, **drafters[name].example(Path(target), folder)}
+    if method == "dflash":
+        drafters[name].head_class.example(Sizes(32, len(ALPHABET), 1, 4, PLAIN_BLOCK)).save(folder)
+    return {**way, "confidence_threshold": 0.02} if "threshold" in more else way
+
+
+@pytest.mark.parametrize("method", WAITS)
+def test_every_drafter_and_its_waits(target, prompts, tmp_path, on_gpu, monkeypatch, method):
+    looped = {"logit_bias": {40: 100.0}} if method == "suffix" else {}
+    requests = [
+        (prompts[0], options(max_tokens=9, **looped)),
+        (prompts[1], options(temperature=0.8, top_p=0.95, max_tokens=9)),
+    ]
+    way = way_of(method, target, tmp_path)
     plain, expected = run(engine(target), requests), run(engine(target, way), requests)
-    assert sum(map(sum, drafted(expected))) > 4
-    got = run(on_gpu(way), requests)
+    assert method == "plain" or sum(map(sum, drafted(expected))) > 4
+    built, waits, found = on_gpu(way, enforce_eager="without graphs" in method), HostWaits(monkeypatch), []
+
+    def see(result):
+        if len(built.jobs) == 2 and (way is None or any(map(len, result.drafts))):  # nobody reads a prompt or ends
+            found.append([*waits.found])
+        waits.found.clear()
+
+    built.on_round = see
+    with waits:
+        got = run(built, requests)
     assert answers(got) == answers(plain)
     assert drafted(got) == drafted(expected)
+    assert max(map(len, found)) == WAITS[method], found
 
 
-def test_sampling_options(target, prompts, on_gpu):
-    requests = [(prompts[1][-2:], replace(each, max_tokens=3)) for each in OPTIONS]
-    got = run(on_gpu({"method": "random", "num_speculative_tokens": 1}), requests)
-    assert answers(got) == answers(run(engine(target), requests))
+@pytest.mark.parametrize("method", ON_DEVICE)
+def test_sampling_options(target, prompts, tmp_path, on_gpu, method):
+    sets = [[(prompts[1][-2:], each) for each in chosen] for chosen in (ON_THE_GPU, ON_THE_HOST)]
+    plain = engine(target)
+    expected = [run(plain, requests) for requests in sets]
+    built = on_gpu(way_of(method, target, tmp_path))
+    for jobs, requests in zip(expected, sets):
+        got = run(built, requests)
+        assert answers(got) == answers(jobs)
+        assert sum(map(sum, drafted(got))) > 4
+        for mine, its in zip([e for job in got for e in job.logprobs], [e for job in jobs for e in job.logprobs]):
+            assert (mine.token, mine.rank, [*mine.top]) == (its.token, its.rank, [*its.top])
+            assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
 
 
 def chat(engine, prompts):
@@ -103,9 +153,9 @@ def chat(engine, prompts):
     return [*texts, *drafted([first, third])], third.metrics.num_cached_tokens
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "dflash"])
 def test_preemption_cancels_and_prefix_hits(target, prompts, tmp_path, on_gpu, method):
-    way = {"method": method, "num_speculative_tokens": 2, **drafters[method].example(Path(target), tmp_path)}
+    way = way_of(method, target, tmp_path)
     expected, hits = chat(engine(target, way), prompts)
     got, cached = chat(on_gpu(way), prompts)
     assert got == expected

@@ -341,7 +341,9 @@ class TritonAttention(Backend[TritonTables]):
         sizes = self.reserve(batch)
         numbers = np.zeros(sum(sizes.fields().values()), np.int32)
         write_numbers(numbers, batch, self.pool.block_tables, sizes)
-        return lay_out(torch.from_numpy(numbers).to(self.pool.device), batch, sizes)
+        tables = lay_out(gpu.send(numbers, self.pool.device), batch, sizes)
+        batch.fill_in(batch.input_ids)
+        return tables
 
     def reserve(self, batch: Batch) -> Sizes:
         """Reserves the batch's entries, and returns the sizes of its numbers. Raises OutOfPages."""

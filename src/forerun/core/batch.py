@@ -12,6 +12,7 @@ import torch
 
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, depths
+from forerun.kernels.gpu import HostCopy
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,8 @@ class Batch:
     embeds: torch.Tensor | None = None
     """[count, hidden]: embeddings that replace those of the tokens at ``embed_rows`` (trained look-ahead tokens)."""
     embed_rows: list[int] | None = None
+    late: HostCopy | None = None
+    """What the negative tokens of the spans stand for, on a GPU."""
     offsets: list[int] = field(init=False)
     """Each span's first row."""
     num_rows: int = field(init=False, default=0)
@@ -144,7 +147,13 @@ class Batch:
 
     @cached_property
     def input_ids(self) -> torch.Tensor:
-        return self._tensor([token for span in self.spans for token in span.tokens])
+        return self.fill_in(self._tensor([token for span in self.spans for token in span.tokens]))
+
+    def fill_in(self, ids: torch.Tensor) -> torch.Tensor:
+        """Puts tokens that are still on the GPU in their place in ``ids``."""
+        if self.late is not None:
+            self.late.fill_in(ids)
+        return ids
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from forerun.kernels.gpu import HostCopy
+
 POINT_MASS = -1
 
 
@@ -59,7 +61,8 @@ class Draft:
     be shared with other drafts of the round. A trial without a row of q is a point mass.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    """``tokens``, or -1 - i for the i-th number of ``late``."""
     parents: list[int] = field(default_factory=list)
     trials: list[list[Trial]] = field(default_factory=list)
     q: torch.Tensor | None = None
@@ -70,9 +73,23 @@ class Draft:
     """For each token of a looked-up chain, the kind of match that it comes from (``evidence``)."""
     shadow: Shadow | None = None
     """A looked-up token that is not verified, from which the length policy learns all the same."""
+    late: HostCopy | None = field(default=None, repr=False)
+    """Drafted tokens that only the GPU knows so far."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Waits for those that are still on a GPU."""
+        self.settle()
+        return self.ids
+
+    def settle(self) -> None:
+        """Waits for tokens that are still on a GPU."""
+        if self.late is not None:
+            found, self.late = self.late.read().tolist(), None
+            self.ids = [found[-1 - each] for each in self.ids]
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.ids)
 
     @classmethod
     def chain(cls, tokens: Sequence[int], q: torch.Tensor | None = None, rows: Sequence[int] | None = None) -> Draft:
@@ -82,6 +99,13 @@ class Draft:
         trials = [[Trial(i, rows[i])] for i in range(count)]
         trials.append([])
         return cls(list(tokens), list(range(-1, count - 1)), trials, q)
+
+    @classmethod
+    def late_chain(cls, late: HostCopy, entries: Sequence[int]) -> Draft:
+        """A chain of these entries of ``late``."""
+        draft = cls.chain([-1 - entry for entry in entries])
+        draft.late = late
+        return draft
 
     @classmethod
     def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
@@ -122,7 +146,7 @@ class Draft:
     @property
     def depth(self) -> int:
         """Nodes on the longest path."""
-        return len(self.tokens) if self.is_chain else max(self.depths())
+        return len(self.ids) if self.is_chain else max(self.depths())
 
     def child(self, parent: int, token: int) -> int | None:
         """The parent's child that carries ``token``."""

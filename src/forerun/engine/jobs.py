@@ -13,7 +13,10 @@ from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import Finish, Stopper
+from forerun.kernels.gpu import send
 from forerun.models.text.tokenizer import Detokenizer, token_text
+from forerun.sampling.draw import to_host
+from forerun.speculate.accept.compare import take
 from forerun.speculate.verify import Verification
 
 LOWEST = -9999.0
@@ -68,13 +71,14 @@ def finite(value: float) -> float:
 def _token_logprobs(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
     """Log-probabilities of ``tokens`` and of the ``count`` likeliest, from ``logits`` [len(tokens), vocabulary]."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(dim=1) + 1
-    top = logprobs.topk(min(count, logprobs.shape[1]), dim=1) if count else None
+    chosen = logprobs.gather(1, send(tokens, logits.device)[:, None])
+    ranks, count = (logprobs > chosen).sum(dim=1) + 1, min(count, logprobs.shape[1])
+    top = logprobs.topk(count, dim=1)
+    logs, places, values, ids = to_host(chosen[:, 0], ranks, top.values.flatten(), top.indices.flatten())
     result = []
     for i, token in enumerate(tokens):
-        best = dict(zip(top.indices[i].tolist(), top.values[i].tolist())) if top is not None else {}
-        result.append(TokenLogprobs(token, float(chosen[i, 0]), int(ranks[i]), best))
+        row = slice(i * count, (i + 1) * count)
+        result.append(TokenLogprobs(token, logs[i], places[i], dict(zip(ids[row], values[row]))))
     return result
 
 
@@ -89,7 +93,7 @@ def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: s
     rows = [scores.row(slot, node) for node in nodes]
     source = scores.warped if mode == "processed_logprobs" or scores.raw is None else scores.raw
     count = scores.sequences[slot].params.logprobs
-    return _token_logprobs(source[rows], verdict.tokens, count)
+    return _token_logprobs(take(source, rows), verdict.tokens, count)
 
 
 def prompt_logprobs(job: Job, result: Verification, index: int, sequence: RequestState) -> None:

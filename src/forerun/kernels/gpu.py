@@ -77,12 +77,40 @@ def _counters(device: torch.device, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
+def send(numbers: Any, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on ``device``. Nobody waits: a copy of memory that is not pinned would."""
+    host = torch.as_tensor(numbers)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor's numbers, on their way to the host."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+        self._host = numbers.to("cpu", non_blocking=True, copy=True)  # pinned
+        self._copied = torch.cuda.Event() if numbers.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """Waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+    def fill_in(self, ids: torch.Tensor) -> None:
+        """Replaces every -1 - i in ``ids``, on the device, by the i-th number."""
+        ids.copy_(torch.where(ids < 0, self.numbers[(-1 - ids).clamp_(min=0)], ids))
+
+
 class Laps:
     """A clock for the parts of a round, the first of which begins now. On a GPU it is the device's own: calls return
-    before their kernels have run."""
+    before their kernels have run. The last part ends with the round, by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._began = perf_counter()
         self._marks: list[Any] = []
         self.mark()
 
@@ -95,12 +123,13 @@ class Laps:
             self._marks[-1].record(self._stream)
 
     def seconds(self) -> list[float]:
-        """Those of each part; the last one ends now. Waits for the device."""
-        self.mark()
+        """Those of each part; the last one ends now."""
         if self._stream is None:
+            self.mark()
             return [after - before for before, after in pairwise(self._marks)]
-        self._marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+        self._marks[-1].synchronize()  # it has passed where tokens were read
+        parts = [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+        return [*parts, max(0.0, perf_counter() - self._began - sum(parts))]
 
 
 @cache

@@ -32,7 +32,7 @@ class Sampler:
 
         This is the coupling: target and drafter call it with the same seed and position.
         """
-        keys = _target_keys(rows)
+        keys = target_keys(rows)
         ahead: list[int] = []
         if any(key is not None and key not in self.noise for key in keys):
             # The round will need the next positions, too; together they cost little more than one.
@@ -48,9 +48,9 @@ class Sampler:
         Returns the largest scores, the first ids that have them, and with ``distribution`` the softmax of ``warped``.
         """
         if self.compiled is not None:
-            return self.compiled.choose(warped, _target_keys(rows), distribution)
+            return self.compiled.choose(warped, target_keys(rows), distribution)
         if self.noise.on_gpu is not None and warped.dtype is torch.float32:
-            best = self.noise.on_gpu.choose(warped, _target_keys(rows))
+            best = self.noise.on_gpu.choose(warped, target_keys(rows))
             return *best, probabilities(warped) if distribution else None
         return *argmax(self.couple(warped, rows)), probabilities(warped) if distribution else None
 
@@ -108,7 +108,7 @@ class Sampler:
         return invert(weights, torch.tensor(quantiles, dtype=torch.float64, device=weights.device)[:, None])
 
 
-def _target_keys(rows: Sequence[Row]) -> list[int | None]:
+def target_keys(rows: Sequence[Row]) -> list[int | None]:
     """The key of each row's noise; None: the row is greedy."""
     return [target_key(row.sequence.seed, row.position) if row.effective_temperature != 0.0 else None for row in rows]
 

@@ -162,8 +162,8 @@ def restrict(
 ) -> torch.Tensor:
     """As ``compiled.restrict``: float32 ``logits`` [rows, vocabulary] over the temperatures, and -inf outside each
     row's min-p, top-k and top-p; ``thresholds`` alternates min-p and top-p by row."""
-    numbers = torch.from_numpy(options(temperatures, thresholds, top_ks))
-    return restrict_rows(logits.contiguous(), numbers.to(logits.device, non_blocking=True))
+    numbers = gpu.send(options(temperatures, thresholds, top_ks), logits.device)
+    return restrict_rows(logits.contiguous(), numbers)
 
 
 def _block(size: int) -> int:
@@ -198,9 +198,12 @@ class TritonSampling:
     def __init__(self, words: torch.Tensor) -> None:
         self.words = words
 
+    def find(self, scores: torch.Tensor, keys: Sequence[int | None]) -> torch.Tensor:
+        """As ``choose_rows``, of each row's key (None: no noise)."""
+        return choose_rows(scores.contiguous(), self.words, gpu.send(halves(keys), scores.device))
+
     def choose(self, scores: torch.Tensor, keys: Sequence[int | None]) -> tuple[list[float], list[int]]:
-        """Adds the noise of each row's key (None: none) to float32 ``scores`` [rows, vocabulary]. Returns each row's
-        largest sum (NaN if it has one) and the first id that has it."""
-        numbers = torch.from_numpy(halves(keys)).to(scores.device, non_blocking=True)
-        found = choose_rows(scores.contiguous(), self.words, numbers).cpu()
+        """Adds the noise of each row's key to float32 ``scores`` [rows, vocabulary]. Returns each row's largest sum
+        (NaN if it has one) and the first id that has it."""
+        found = gpu.HostCopy(self.find(scores, keys)).read()
         return found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()

@@ -99,25 +99,26 @@ def _constrain(logits: torch.Tensor, rows: Sequence[Row]) -> None:
             masks.append(mask)
     if not chosen:
         return
-    words = torch.stack(masks).to(logits.device)
+    words = gpu.send(torch.stack(masks), logits.device)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
     if len(chosen) == len(rows):
         logits.masked_fill_(~allowed, NEG_INF)
     else:
-        logits[chosen] = logits[chosen].masked_fill(~allowed, NEG_INF)
+        places = gpu.send(chosen, logits.device)
+        logits[places] = logits[places].masked_fill(~allowed, NEG_INF)
 
 
 def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
     sequence, params = row.sequence, row.sequence.params
     if params.allowed_token_ids:
-        ids = torch.tensor([t for t in params.allowed_token_ids if t < logits.shape[0]], device=logits.device)
+        ids = _ids(params.allowed_token_ids, logits)
         kept = logits[ids]
         logits.fill_(NEG_INF)[ids] = kept
     if params.logit_bias:
-        ids = torch.tensor([t for t in params.logit_bias if t < logits.shape[0]], device=logits.device)
-        values = [params.logit_bias[int(t)] for t in ids.tolist()]
-        logits[ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        values = [bias for token, bias in params.logit_bias.items() if token < logits.shape[0]]
+        biases = gpu.send(torch.tensor(values, dtype=logits.dtype), logits.device)
+        logits.index_add_(0, _ids(params.logit_bias, logits), biases)
     banned: set[int] = set()
     if sequence.num_output + len(row.path) < params.min_tokens:
         ends = {*sequence.eos_ids, *params.stop_token_ids}
@@ -130,7 +131,13 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
             if before <= len(context) and tuple(context[len(context) - before :]) == word[:-1]:
                 banned.add(word[-1])
     if banned:
-        logits[[t for t in banned if t < logits.shape[0]]] = NEG_INF
+        logits.index_fill_(0, _ids(banned, logits), NEG_INF)
+
+
+def _ids(tokens: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
+    """Those of ``tokens`` that a row of ``logits`` has, on its device."""
+    known = [token for token in tokens if token < logits.shape[0]]
+    return gpu.send(torch.tensor(known, dtype=torch.long), logits.device)
 
 
 def _must_end(row: Row, ends: Iterable[int]) -> bool:
@@ -157,14 +164,11 @@ def _penalise(logits: torch.Tensor, row: Row) -> None:
     if logits.dtype == torch.float32 and compiled.can_sample(logits.device) and logits.is_contiguous():
         compiled.penalise(logits, [*sequence.tokens, *row.path], sequence.num_prompt, params)
         return
-    size = logits.shape[0]
-    output = sequence.tokens[sequence.num_prompt :] + list(row.path)
-    ids = torch.tensor([token for token in output if token < size], dtype=torch.long).to(logits.device)
-    counts = torch.zeros(size, device=logits.device).index_add_(0, ids, torch.ones(len(ids), device=logits.device))
+    ids = _ids([*sequence.tokens[sequence.num_prompt :], *row.path], logits)
+    counts = logits.new_zeros(logits.shape, dtype=torch.float32)
+    counts.index_add_(0, ids, torch.ones(len(ids), device=logits.device))
     if params.repetition_penalty != 1.0:
-        seen = counts > 0
-        prompt = torch.tensor(sequence.tokens[: sequence.num_prompt], dtype=torch.long, device=logits.device)
-        seen[prompt[prompt < size]] = True
+        seen = (counts > 0).index_fill_(0, _ids(sequence.tokens[: sequence.num_prompt], logits), True)
         scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits.copy_(torch.where(seen, scaled, logits))
     if params.frequency_penalty:

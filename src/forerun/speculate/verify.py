@@ -10,6 +10,7 @@ from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output, Scores, Span
 from forerun.core.request import Requests
 from forerun.core.tree import Drafts
+from forerun.kernels.gpu import HostCopy
 from forerun.models.run.base import Model
 from forerun.sampling.warp import warp
 from forerun.speculate.accept.compare import row_contexts
@@ -42,8 +43,9 @@ class Verification:
 
 def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
     """Feeds every sequence's scheduled tokens and draft in one forward, and warps the logits of those that decode."""
+    late = find_late(target, drafts)
     spans = pack(sequences, drafts)
-    batch = Batch(spans, target.model.info.device, hidden=target.hidden)
+    batch = Batch(spans, target.model.info.device, hidden=target.hidden, late=late)
     if target.before is not None:
         target.before()
     output = target.model.forward(batch, target.attention)
@@ -64,6 +66,17 @@ def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
     return Verification(scores, deciding, batch, output, logit_first[:-1])
 
 
+def find_late(target: Target, drafts: Drafts) -> HostCopy | None:
+    """The drafted tokens that the target reads on the GPU, where the host does not know them yet. It waits for those of
+    further drafters, and for all if the target asks the host."""
+    copies = [draft.late for draft in drafts if draft.late is not None]
+    kept = copies[0] if copies and getattr(target.model, "graphs", None) is not None else None
+    for draft in drafts:
+        if draft.late is not kept:
+            draft.settle()
+    return kept
+
+
 def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
@@ -73,7 +86,7 @@ def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
     spans = []
     for sequence, draft in zip(sequences, drafts, strict=True):
         start, count = sequence.num_computed_tokens, sequence.scheduled
-        tokens = sequence.tokens[start : start + count] + draft.tokens
+        tokens = sequence.tokens[start : start + count] + draft.ids
         parents = None
         if not draft.is_chain:
             parents = list(range(-1, count - 1)) + [parent + count for parent in draft.parents]

@@ -68,7 +68,7 @@ class Numbers:
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
-            self.device = self._pinned.to(device, copy=True)
+            self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host: np.ndarray = self._pinned.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
 
@@ -90,13 +90,19 @@ class Graph:
     sizes: Sizes
     numbers: Numbers
     padded: Padded
-    run: Callable[[], Output]
+    run: Callable[[], Output] | None = None
 
-    def __call__(self, batch: Batch, tables: dict[int, list[int]]) -> Output:
-        """Runs it for a batch. The results are overwritten by the next call."""
+    def write(self, batch: Batch, tables: dict[int, list[int]]) -> None:
+        """Writes a batch's numbers."""
         self.numbers.wait()
         write_numbers(self.numbers.host, batch, tables, self.sizes)
         self.numbers.copy()
+        batch.fill_in(self.padded.input_ids)
+
+    def __call__(self, batch: Batch, tables: dict[int, list[int]]) -> Output:
+        """Runs it for a batch. The results are overwritten by the next call."""
+        assert self.run is not None
+        self.write(batch, tables)
         if batch.embeds is not None and self.padded.embeds is not None:
             self.padded.embeds[: batch.num_rows].copy_(batch.embeds)
         return self.run()
@@ -183,10 +189,10 @@ class Graphs:
         if batch.embeds is not None:
             padded.embeds = batch.embeds.new_zeros(sizes.rows, batch.embeds.shape[1])
         tables = lay_out(numbers.device, padded, sizes)
-        write_numbers(numbers.host, batch, attention.pool.block_tables, sizes)
-        numbers.copy()
-        run = self.record(lambda: body(padded, tables), sizes.rows)
-        return None if run is None else Graph(sizes, numbers, padded, run)
+        graph = Graph(sizes, numbers, padded)
+        graph.write(batch, attention.pool.block_tables)
+        graph.run = self.record(lambda: body(padded, tables), sizes.rows)
+        return None if graph.run is None else graph
 
     def record(self, body: Callable[[], T], rows: int) -> Callable[[], T] | None:
         """A body of so many rows as a graph. None: there is no memory, and from now on no graph is used."""

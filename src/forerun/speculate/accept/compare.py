@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from forerun.core.batch import Scores
 from forerun.core.tree import POINT_MASS
+from forerun.kernels.gpu import HostCopy, send
 from forerun.sampling.compiled import CompiledSampling
-from forerun.sampling.draw import Sampler, probabilities, to_host
+from forerun.sampling.draw import Sampler, probabilities, target_keys, to_host
 from forerun.sampling.warp import Row
+
+if TYPE_CHECKING:
+    from forerun.sampling.triton import TritonSampling
 
 
 def row_contexts(scores: Scores) -> list[Row]:
@@ -21,7 +27,7 @@ def row_contexts(scores: Scores) -> list[Row]:
         for sequence, draft in zip(scores.sequences, scores.drafts):
             root = len(rows)
             rows.append(Row(sequence))
-            for token, parent in zip(draft.tokens, draft.parents):
+            for token, parent in zip(draft.ids, draft.parents):
                 rows.append(Row(sequence, [*rows[root + 1 + parent].path, token]))
         scores.contexts = rows
     return scores.contexts
@@ -84,12 +90,16 @@ class Comparison:
 
     def __init__(self, scores: Scores, sampler: Sampler) -> None:
         self.scores, self.sampler = scores, sampler
-        self.rows, self.trials = row_contexts(scores), flatten(scores)
+        self.rows = row_contexts(scores)
         self._p: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
         self._tops: list[float] | None = None
         self._best: list[int] = []
         """Each row's first id of the largest score; after ``pick``, with noise."""
+
+    @cached_property
+    def trials(self) -> Trials:
+        return flatten(self.scores)
 
     @property
     def p(self) -> torch.Tensor:
@@ -266,8 +276,46 @@ class CompiledComparison(Comparison):
         return dict(zip(at, self.kernels.overlaps(self.scores.warped, at, tokens, qs)))
 
 
+class ComparisonOnGPU(Comparison):
+    """The same for float32 scores on a GPU. ``pick`` is the one time in a round where the host waits for it: what is
+    chosen and the chances of what was drafted come in one copy, and drafts that are late have come before."""
+
+    def __init__(self, scores: Scores, sampler: Sampler, kernels: TritonSampling) -> None:
+        super().__init__(scores, sampler)
+        self.kernels = kernels
+        self._chances: list[float] = []
+        """Of the first token that was drafted under each row."""
+
+    def pick(self) -> list[int]:
+        scores, warped, ids = self.scores, self.scores.warped, [0] * len(self.rows)
+        for index, draft in enumerate(scores.drafts):
+            for parent, trials in enumerate(draft.trials, -1):
+                if trials:
+                    ids[scores.row(index, parent)] = draft.ids[trials[0].node]
+        found = self.kernels.find(warped, target_keys(self.rows))
+        if any(ids) and any(row.effective_temperature for row in self.rows):
+            drafted = send(ids, warped.device)
+            for late in {draft.late for draft in scores.drafts if draft.late is not None}:
+                late.fill_in(drafted)
+            chances = probabilities(warped).gather(1, drafted[:, None])
+            found = torch.cat([found, chances.view(torch.int32)], 1)
+        found = HostCopy(found).read()
+        self._tops, self._best = found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()
+        self._chances = found[:, 2:].contiguous().view(torch.float32).flatten().tolist()
+        return self._best
+
+    def _overlaps(self, chosen: Sequence[int]) -> dict[int, float]:
+        trials = self.trials
+        if not self._chances or any(trials.q_row[t] != POINT_MASS for t in chosen):
+            return super()._overlaps(chosen)
+        return {trials.row[t]: self._chances[trials.row[t]] for t in chosen}
+
+
 def compare(scores: Scores, sampler: Sampler) -> Comparison:
     """A comparison through kernels where there are some, else in torch."""
+    on_gpu = sampler.noise.on_gpu
+    if on_gpu is not None and scores.warped.dtype is torch.float32:
+        return ComparisonOnGPU(scores, sampler, on_gpu)
     if sampler.compiled is None:
         return Comparison(scores, sampler)
     return CompiledComparison(scores, sampler, sampler.compiled)

@@ -1,7 +1,8 @@
 """Drafts chains on a GPU without the host: a step is one CUDA graph, launched again for every further token.
 
 A step chooses tokens with the target's own noise, writes them down, and feeds them; positions, cache entries and keys
-of noise go on in device memory. One copy at the end brings all chains to the host, which cuts them where they end.
+of noise go on in device memory. One copy at the end brings all chains to the host. Where it has to cut them, it waits
+for that; else the target verifies them first.
 Where there is no CUDA, under Triton's interpreter, the same steps run without a graph.
 """
 
@@ -23,6 +24,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
 from forerun.core.request import Requests
 from forerun.core.tree import Draft
+from forerun.kernels import gpu
 from forerun.models.run.fused import RAW
 from forerun.models.run.graphs import Numbers, Padded, Steps, bucket
 from forerun.sampling import triton as sampling
@@ -89,13 +91,12 @@ class Bucket:
         if state is not None:
             self.batch.embeds = state.new_zeros(rows, state.shape[1])
         self.found = torch.zeros(most + 1, rows, FIELDS, dtype=torch.int32, device=device)  # captures run a step more
-        self.result = torch.zeros(self.found.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._first: Callable[[], None] | None = None
         self._next: Callable[[], None] | None = None
 
-    def run(self, begin: Callable[[], None], longest: int) -> np.ndarray:
+    def run(self, begin: Callable[[], None], longest: int) -> gpu.HostCopy:
         """Drafts ``longest`` tokens of each chain after ``begin``, which writes the first step's numbers. Returns int32
-        [longest, rows, FIELDS], which the next call overwrites."""
+        [longest * rows * FIELDS], of which the next call overwrites those on the device."""
         if self._first is None or self._next is None:
             begin()
             self._first, self._next = self._record(self._choose_first), self._record(self._step)
@@ -103,10 +104,7 @@ class Bucket:
         self._first()
         for _ in range(longest - 1):
             self._next()
-        self.result[:longest].copy_(self.found[:longest], non_blocking=True)
-        if self.found.is_cuda:
-            torch.cuda.current_stream(self.found.device).synchronize()
-        return self.result[:longest].numpy()
+        return gpu.HostCopy(self.found[:longest].view(-1))
 
     def _record(self, body: Callable[[], None]) -> Callable[[], None]:
         graphs = self.runner.steps.graphs
@@ -210,8 +208,14 @@ class GraphChains:
                 chains.batch.embeds[: len(chosen)].copy_(state)
 
         found, drafts = chains.run(begin, longest), [Draft() for _ in sequences]
+        cut = self.floor > -inf  # the host shortens chains; else nobody waits for them before they are verified
+        read = found.read().view(longest, sizes.rows, FIELDS).numpy() if cut else None
         for row, (index, depth, span) in enumerate(zip(ready, depths, spans)):
-            drafts[index] = draft = self._cut(found[:depth, row])
+            if read is None:
+                draft = Draft.late_chain(found, [FIELDS * (step * sizes.rows + row) + 1 for step in range(depth)])
+            else:
+                draft = self._cut(read[:depth, row])
+            drafts[index] = draft
             attention.pool.advance(span.key, span.end + max(0, draft.depth - 1))  # its last token was not fed
         return drafts
 
@@ -223,7 +227,7 @@ class GraphChains:
             if not values[0] > -inf:
                 break
             chain.append(int(numbers[1]))
-            log += float(values[2]) if self.floor > -inf else 0.0
+            log += float(values[2])
             if log < self.floor:
                 draft = Draft.chain(chain)
                 if step < len(found) and values[3] > -inf and self.chooser.rule.trees:

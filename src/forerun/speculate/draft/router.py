@@ -136,5 +136,5 @@ def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], vocab_si
             continue
         if draft.depth > budget or (sequence.draft_budget is not None and len(draft) > sequence.draft_budget):
             raise ValueError(f"a draft of {len(draft)} nodes and depth {draft.depth} for a budget of {budget}")
-        if min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size:
+        if draft.late is None and (min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size):
             raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")

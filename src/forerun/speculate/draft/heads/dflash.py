@@ -24,11 +24,14 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
+from forerun.kernels import gpu
 from forerun.models.architectures.drafters import dflash, head_config
 from forerun.models.architectures.shapes import Shape, shapes
 from forerun.models.architectures.spec import Spec
 from forerun.models.run.parts import BlockConvolution
 from forerun.models.weights.published import read_dflash
+from forerun.sampling.draw import target_keys
+from forerun.sampling.warp import warp
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, can_chain
 from forerun.speculate.draft.heads.head import OUTPUT, Head, Sizes
@@ -197,7 +200,7 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         self._read(spans, feature)
         states, logits = self._fill([sequences[index] for index in ready])
         if self.independent and all(can_chain(sequences[index]) for index in ready):
-            return self._choose(sequences, budgets, ready, states, logits)
+            return self._choose(sequences, budgets, ready, logits)
         slot = {index: i for i, index in enumerate(ready)}
 
         def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
@@ -228,30 +231,35 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
 
     def _choose(
-        self, sequences: Requests, budgets: Sequence[int], ready: list[int], states: torch.Tensor, logits: torch.Tensor
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], logits: torch.Tensor
     ) -> list[Draft]:
         """Chains by ``grow``, whose tokens are all chosen at once since none depends on another."""
         rows = [(slot, depth) for slot, index in enumerate(ready) for depth in range(budgets[index])]
         of = [sequences[ready[slot]] for slot, _ in rows]
-        slots, depths = (list(each) for each in zip(*rows))
-        scores = self.revise(logits[slots, depths], states[slots, depths], None)
-        contexts = [self.chooser.row(sequence, [0] * depth) for sequence, depth in zip(of, depths)]
-        ids, q, q_rows = self.chooser.choose(scores, contexts, [depth - 1 for depth in depths])
-        drafts = [Draft() for _ in sequences]
-        for slot, depth, tokens, row in zip(slots, depths, ids, q_rows):
+        places = gpu.send([slot * logits.shape[1] + depth for slot, depth in rows], logits.device)
+        scores = self.to_target_ids(logits.flatten(0, 1).index_select(0, places))
+        contexts = [self.chooser.row(sequence, [0] * depth) for sequence, (_, depth) in zip(of, rows)]
+        drafts, kernels = [Draft() for _ in sequences], self.chooser.sampler.noise.on_gpu
+        if kernels is not None:
+            found = kernels.find(warp(self.chooser.align(scores), contexts), target_keys(contexts)).view(-1)
+            late, entries = gpu.HostCopy(found), iter(range(1, len(found), 2))
+            for index in ready:
+                drafts[index] = Draft.late_chain(late, [next(entries) for _ in range(budgets[index])])
+            return drafts
+        ids, q, q_rows = self.chooser.choose(scores, contexts, [depth - 1 for _, depth in rows])
+        for (slot, depth), tokens, row in zip(rows, ids, q_rows):
             draft = drafts[ready[slot]]
             draft.q = q
             if tokens and len(draft) == depth:  # nothing follows where no token is permitted
                 draft.add(tokens[0], depth - 1, row)
         return drafts
 
-    def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+    def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Makes the ``logits`` of rows with these ``states`` depend on the ``previous`` tokens; [n, target's
-        vocabulary]. None: they do not."""
+        vocabulary]."""
         head = self.head
-        if previous is not None:
-            logits = head.condition(logits, previous)
-        if previous is not None and head.options["selector"] is not None:
+        logits = head.condition(logits, previous)
+        if head.options["selector"] is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
             values = values + head.select(previous, states, ids).float()
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
@@ -262,8 +270,8 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         head, target = self.head, self.context.target
         first = head.block_size - head.sizes.depth
         rows = list(range(first, first + self.config.num_speculative_tokens))
-        blocks = head.inputs(torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device))
+        blocks = head.inputs(torch.tensor([sequence.tokens[-1] for sequence in sequences]))
         pairs = zip(sequences, blocks.tolist())
         spans = [Span(sequence.id, self._end(sequence), block, logits=rows) for sequence, block in pairs]
-        states, logits = self._run(spans, target.embed(blocks.flatten()))
+        states, logits = self._run(spans, target.embed(gpu.send(blocks.flatten(), target.info.device)))
         return states.unflatten(0, (-1, len(rows))), logits.unflatten(0, (-1, len(rows)))
