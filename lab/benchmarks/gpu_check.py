@@ -3,9 +3,11 @@
 PARTS, each in a process of its own with its own time limit: ``bits`` (the self-test of rows, in chains and trees),
 ``identity`` (drafted tokens against plain ones), ``linears`` (the fastest tiles, and the kernel of matrices against
 cuBLAS), ``speed`` and ``drafts`` (Llama-3.2-1B's shape in bfloat16, plain and with adaptive drafts of synthetic
-acceptance), ``chains`` (four tokens of draft_model and eagle: the step that is a graph against a step at a time).
+acceptance), ``chains`` (four tokens of draft_model, eagle and dflash: how often the host waits in a round, and the step
+that is a graph against a step at a time).
 Every line has what was found and what is expected, and is printed as it is found; the last one counts those that agree.
-No GPU has run linears, sampling, graphs and chains in Triton yet: the first two parts do, and what follows needs them.
+No GPU has run linears, sampling, graphs and chains in Triton yet, nor verified drafts that the host has not read: the
+first two parts do all of that, and what follows needs them.
 
 ``--interpret`` runs ``bits`` and ``identity`` on tiny models under Triton's interpreter, on any machine.
 """
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from math import inf
 from pathlib import Path
 
@@ -31,11 +34,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from forerun import LLM, SamplingParams  # noqa: E402
 from forerun.core.batch import Batch, Span  # noqa: E402
+from forerun.kernels.gpu import HostCopy  # noqa: E402
 from forerun.models.load import load_model  # noqa: E402
 from forerun.models.run.base import new_attention  # noqa: E402
 from forerun.models.run.invariance import self_test  # noqa: E402
 from forerun.speculate.draft import drafters  # noqa: E402
-from forerun.speculate.draft.heads.eagle import EagleHead  # noqa: E402
 from forerun.speculate.draft.heads.head import Sizes  # noqa: E402
 
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -45,6 +48,11 @@ RATES = [0.8, 0.65, 0.5, 0.4]
 """Synthetic acceptance of four drafted tokens."""
 BANDWIDTH = 3.35e12
 """An H100's, in bytes a second."""
+TOGETHER = (
+    [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.1, "top_k": 40, "min_p": 0.02}],
+    [{"temperature": 0.7, "repetition_penalty": 1.2, "logit_bias": {5: 2.0, 6: -100.0}}],
+)
+"""Options of requests that run side by side: those that need no host, and one that does."""
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 100}  # fmt: skip
 SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
@@ -92,15 +100,15 @@ def bits(place):
         report("bits", f"{dtype} chains and trees", text, "every row as decoded", not found)
 
 
-def eagle(place, sizes):
-    """A random EAGLE-3 head with a layer of the target's shape."""
+def head(place, method, sizes):
+    """A random head with layers of the target's shape: of EAGLE-3, or a block of ``dflash``."""
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     options = {"heads": heads, "kv_heads": kv_heads, "width": sizes["hidden_size"] // heads,
                "inner_size": sizes["intermediate_size"]}  # fmt: skip
-    folder = Path(place) / f"eagle {sizes['hidden_size']}"
+    folder = Path(place) / f"{method} {sizes['hidden_size']}"
     made_for = Sizes(sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"], 5, options)
-    EagleHead.example(made_for).save(folder)
-    return {"method": "eagle", "model": str(folder)}
+    drafters[method].head_class.example(made_for).save(folder)
+    return {"method": method, "model": str(folder)}
 
 
 def mtp(place, target):
@@ -113,18 +121,21 @@ def mtp(place, target):
 def identity(place):
     sizes = TINY if INTERPRET else SMALL
     target = saved(place, "bits", sizes, 0.3 if INTERPRET else 0.08)
-    ways = [{"method": "draft_model", "model": target, "num_speculative_tokens": 2}, eagle(place, sizes),
-            mtp(place, target), {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
+    ways = [{"method": "draft_model", "model": target, "num_speculative_tokens": 2}, head(place, "eagle", sizes),
+            mtp(place, target), head(place, "dflash", sizes),
+            {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
     ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}]
-    size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 6, {"max_tokens": 40})
-    options.update(top_p=0.95, seed=7, ignore_eos=True)
-    params = [SamplingParams(temperature=each, **options) for each in (0, 0.8)]
-    asked = [(prompt, each) for each in params for prompt in prompts(count, 8, size)]
+    size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 4, {"max_tokens": 40})
+    options.update(seed=7, ignore_eos=True)
+    asked = [
+        [(prompt, SamplingParams(**each, **options)) for each in together for prompt in prompts(count, 8, size)]
+        for together in TOGETHER
+    ]
     for dtype in ("float32",) if INTERPRET else ("float32", "bfloat16"):
         plain = None
         for way in (None, *ways):
             llm = LLM(target, device=DEVICE, dtype=dtype, speculative_config=way, page_size=16, max_model_len=256)
-            out = llm.generate([prompt for prompt, _ in asked], [each for _, each in asked], use_tqdm=False)
+            out = [each for pairs in asked for each in llm.generate(*map(list, zip(*pairs)), use_tqdm=False)]
             answers = [list(each.outputs[0].token_ids) for each in out]
             plain = plain or answers
             same = sum(map(list.__eq__, plain, answers))
@@ -229,8 +240,8 @@ def speed(place):
 
 def synthetic(place, method):
     """Four drafted tokens a round, of synthetic acceptance."""
-    way = eagle(place, LARGE) if method == "eagle" else {"method": method, "model": saved(place, "head", HEAD)}
-    return {**way, "num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES}
+    own = {"method": method, "model": saved(place, "head", HEAD)} if method == "draft_model" else None
+    return {**(own or head(place, method, LARGE)), "num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES}
 
 
 def drafts(place):
@@ -256,25 +267,54 @@ def one_stream(llm, new=128):
     return new / best, best / metrics.rounds, counts
 
 
+def waits(llm):
+    """How often the host waits in each round that drafts: calls that torch says wait, and copies that are not there
+    when they are read."""
+    read, late, counts = HostCopy.read, [], []
+
+    def counted(copy):
+        late.extend([copy] if not copy._copied.query() else [])
+        return read(copy)
+
+    def see(result):
+        counts.extend([len(late) + len(said)] if any(map(len, result.drafts)) else [])
+        late.clear()
+        said.clear()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        HostCopy.read, llm.engine.on_round = counted, see
+        torch.cuda.set_sync_debug_mode("warn")
+        llm.generate(prompts(1, 64, 4096), SamplingParams(temperature=0.8, max_tokens=32, ignore_eos=True),
+                     use_tqdm=False)  # fmt: skip
+        torch.cuda.set_sync_debug_mode("default")
+        HostCopy.read, llm.engine.on_round = read, None
+    return counts
+
+
 def chains(place):
     target, common = saved(place, "large", LARGE), {"device": DEVICE, "max_num_seqs": 8, "max_model_len": 512}
     llm = LLM(target, speculative_config=None, **common)
     plain, token, _ = one_stream(llm)
     report("chains", "plain", f"{plain:.0f} tokens/s", "a number", True)
     llm.close()
-    for method in ("draft_model", "eagle"):
+    for method in ("draft_model", "eagle", "dflash"):
         llm = LLM(target, speculative_config={**synthetic(place, method), "length": "fixed"}, **common)
         (drafter,) = llm.engine.router.drafters.values()
-        if drafter.chains is None:
-            report("chains", method, "no graph of a step", "one", False)
         rate, took, counts = one_stream(llm)
         found = f"{rate:.0f} tokens/s, a round {took / token:.2f} of a plain one"
         report("chains", method, found, "a round at most 1.35", took <= 1.35 * token)
-        drafter.chains = None
-        slower, _, others = one_stream(llm)
-        found = f"{slower:.0f} tokens/s, drafted and accepted {others}"
-        report("chains", f"{method}, a step at a time", found, f"at most {rate:.0f}, {counts}",
-               slower <= rate and counts == others)  # fmt: skip
+        found = sorted(waits(llm))
+        report("chains", f"{method}, waits of a round", found, "mostly 2: synthetic acceptance chooses twice",
+               found[len(found) // 2] == 2)  # fmt: skip
+        if method != "dflash":
+            if drafter.chains is None:
+                report("chains", method, "no graph of a step", "one", False)
+            drafter.chains = None
+            slower, _, others = one_stream(llm)
+            found = f"{slower:.0f} tokens/s, drafted and accepted {others}"
+            report("chains", f"{method}, a step at a time", found, f"at most {rate:.0f}, {counts}",
+                   slower <= rate and counts == others)  # fmt: skip
         llm.close()
 
 
