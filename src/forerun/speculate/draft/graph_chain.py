@@ -209,12 +209,12 @@ class GraphChains:
 
         found, drafts = chains.run(begin, longest), [Draft() for _ in sequences]
         cut = self.floor > -inf  # the host shortens chains; else nobody waits for them before they are verified
-        read = found.read().view(longest, sizes.rows, FIELDS).numpy() if cut else None
+        values = found.read().view(longest, sizes.rows, FIELDS).numpy() if cut else None
         for row, (index, depth, span) in enumerate(zip(ready, depths, spans)):
-            if read is None:
+            if values is None:
                 draft = Draft.late_chain(found, [FIELDS * (step * sizes.rows + row) + 1 for step in range(depth)])
             else:
-                draft = self._cut(read[:depth, row])
+                draft = self._cut(values[:depth, row])
             drafts[index] = draft
             attention.pool.advance(span.key, span.end + max(0, draft.depth - 1))  # its last token was not fed
         return drafts
