@@ -6,6 +6,7 @@ NOWHERE = 0
 
 
 def call(name, *arguments):
+    assert kernels.has(name)
     getattr(kernels.library(), name)(*arguments)
 
 

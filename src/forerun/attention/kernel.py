@@ -49,7 +49,10 @@ class AttentionPlan(Metadata):
 class KernelAttention(Backend[AttentionPlan]):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
-        self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
+        name = f"attend_{kernels.dtype_name(pool.dtype)}"
+        if not kernels.has(name):
+            raise TypeError(f"no kernel {name} here")
+        self.call = getattr(kernels.library(), name)
         self.layers: Sequence[int] = range(len(pool.layers))
         """The pool's layers that are read."""
         self._keys: list[torch.Tensor] = []

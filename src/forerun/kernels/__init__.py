@@ -1,7 +1,8 @@
 """CPU kernels in C++, for x86-64 with AVX2 and FMA or AVX-512, and for ARM64.
 
 ``library`` loads those that came with the wheel (``make wheels``), or compiles the sources once per processor into the
-user's cache folder. It returns None, and callers use torch, where neither works, where the processor lacks something,
+user's cache folder. On Linux, what serves one dtype or one block-quantized type is compiled when it is first needed
+(``load``). ``library`` returns None, and callers use torch, where neither works, where the processor lacks something,
 or where the environment variable ``FORERUN_KERNELS`` is 0. ``FORERUN_TILES=0`` leaves a matrix unit (AMX) unused.
 """
 
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,13 +72,17 @@ ZIG = "ziglang"
 """A Python package with a C++ compiler: the extra ``forerun[compiler]``."""
 HASH_SIZE = hashlib.sha256().digest_size
 """A library ends with the hash of the bytes before, so that a truncated or changed file is never loaded."""
-COMPILING = "Compiling the kernels, once"
-SLOWEST = ("quants", "attention")
-"""Sources that take longest to compile."""
+COMPILING, COMPILING_PART = "Compiling the kernels, once", "Compiling the kernels for {}, once"
 COMPILE_TIMEOUT = 600.0
 """Seconds for one source. It takes ten, and many times that on a busy machine."""
 
-TYPES = ("float32", "bfloat16", "float16")
+BASE = ("border", "sampling", "warp", "threads", "shared")
+"""Sources that serve every dtype; ``border`` also checks the arguments of the others."""
+BY_DTYPE = ("attention", "decoder", "linear", "recurrent", "experts", "border")
+"""Sources compiled for one dtype at a time, the slowest first. The last source, ``quants``, is compiled for one
+block-quantized type at a time."""
+TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
+"""Dtypes of activations, and their names in the sources."""
 _P, _N, _I, _F, _U = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64
 _BY_TYPE = {
     "linear": (_P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
@@ -109,7 +115,6 @@ SIGNATURES = {
     "filter_rows": (_P, _N, _N, _P, _P, _P, _I),
     "apply_penalties": (_P, _N, _P, _N, _N, _F, _F, _F),
     "overlaps": (_P, _N, _N, _N, _P, _P, _P, _P, _I),
-    **{f"{name}_{kind}": arguments for name, arguments in _BY_TYPE.items() for kind in TYPES},
 }
 
 
@@ -149,10 +154,14 @@ def compile_kernels(
     machine: Sequence[str] = ("-mcpu=native" if ON_ARM else "-march=native",),
     timeout: float | None = COMPILE_TIMEOUT,
     title: str = COMPILING,
+    units: Sequence[Sequence[str]] | None = None,
+    links: Sequence[str] = (),
 ) -> None:
-    """Compiles the kernels into the file ``to``, and appends their hash. Raises OSError or a SubprocessError."""
+    """Compiles ``units``, or all kernels, into the file ``to``, and appends their hash. Raises OSError or a
+    SubprocessError."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # such as a sanitizer
-    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(title, len(SOURCES) + 1) as advance:
+    units = all_units() if units is None else units
+    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(title, len(units) + 1) as advance:
 
         def run(*arguments: str) -> None:
             command = [*compiler, *_flags(), *machine, *arguments]
@@ -160,14 +169,28 @@ def compile_kernels(
             advance(1)
 
         strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
-        parts = {source: str(Path(work) / f"{source.stem}.o") for source in SOURCES}
-        longest_first = sorted(SOURCES, key=lambda source: source.stem not in SLOWEST)
+        parts = [str(Path(work) / f"{number}.o") for number in range(len(units))]
         with ThreadPoolExecutor(usable_cores()) as pool:  # all at once would end together: the bar would not move
-            list(pool.map(lambda source: run("-c", str(source), "-o", parts[source]), longest_first))
+            list(pool.map(lambda unit, part: run("-c", *unit, "-o", part), units, parts))
         made = Path(work) / to.name
-        run("-shared", *strip, *parts.values(), "-o", str(made))
+        run("-shared", *strip, *parts, *links, "-o", str(made))
         content = made.read_bytes()
         replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
+
+
+def all_units() -> list[tuple[str, ...]]:
+    """The compiler's arguments for each part of one library with all kernels."""
+    quants = [unit for form in structs.QUANTS for unit in units_of(form)]
+    return [(str(source),) for source in SOURCES if source.stem != "quants"] + quants
+
+
+def units_of(part: str | None) -> list[tuple[str, ...]]:
+    """The same for the library of a dtype or of a block-quantized type; None: for what they share."""
+    if part in structs.QUANTS:
+        inputs, size = structs.QUANTS[part]
+        return [(f"-DCOMPILED(F)=F({part}, {inputs}, {size})", str(HERE / "quants.cpp"))]
+    each = f"F({part}, {TYPES[part]})" if part else ""
+    return [(f"-DFOR_EACH_TYPE(F)={each}", str(HERE / f"{name}.cpp")) for name in (BY_DTYPE if part else BASE)]
 
 
 def intact(path: Path) -> bool:
@@ -259,23 +282,44 @@ def _bind(result: ctypes.CDLL) -> None:
     """Declares every kernel's name, argument types, and the error for arguments that it refuses. Raises RuntimeError if
     the library's structs differ from ``structs.py``."""
     result.forerun_layout.restype = result.forerun_error.restype = ctypes.c_char_p
-    result.tiles = bool(result.forerun_tiles())  # type: ignore[attr-defined]
     if (layout := result.forerun_layout().decode()) != structs.LAYOUT:
         raise RuntimeError(f"structs.h and structs.py differ: {layout!r}, {structs.LAYOUT!r}")
+    result.forerun_has_kernels.argtypes = (_N,)
+    result.tiles = bool(result.forerun_tiles())  # type: ignore[attr-defined]
+    _declare(result, result, SIGNATURES)
+    parts = {form: True for form in structs.QUANTS if _has_quants(result, form)}
+    for dtype in TYPES:
+        if hasattr(result, f"forerun_linear_{dtype}"):
+            _declare(result, result, _signatures(dtype))
+            parts[dtype] = True
+    result.parts = parts  # type: ignore[attr-defined]
+
+
+def _declare(result: ctypes.CDLL, source: ctypes.CDLL, signatures: Mapping[str, Sequence[Any]]) -> None:
+    """Gives ``result`` the functions of ``source``."""
 
     def check(error: int) -> None:
         if error:
             raise KernelError(f"a kernel was called wrongly: {result.forerun_error(error).decode()}")
 
-    for name, arguments in SIGNATURES.items():
-        function = getattr(result, f"forerun_{name}")
+    for name, arguments in signatures.items():
+        function = getattr(source, f"forerun_{name}")
         function.argtypes, function.restype = arguments, check
         setattr(result, name, function)
 
 
+def _signatures(dtype: str) -> dict[str, tuple[Any, ...]]:
+    return {f"{name}_{dtype}": arguments for name, arguments in _BY_TYPE.items()}
+
+
+def _has_quants(main: ctypes.CDLL, form: str) -> bool:
+    return bool(main.forerun_has_kernels(structs.KINDS.index(form)))
+
+
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, by their names in ``SIGNATURES``; None: there are none, and a warning says why.
+    """The compiled kernels, by their names in ``SIGNATURES``; None: there are none, and a warning says why. Those of a
+    dtype end with its name; ``has`` says whether they are there.
 
     A call raises KernelError for arguments that the kernel refuses. ``tiles`` says whether a matrix unit is used.
     """
@@ -300,21 +344,67 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        folder = make_folder(cache_folder())
-        path = folder / f"kernels-{_key([*_source_texts(), *command, *_flags(), processor()])}.so"
-        if not path.is_file() or distrust(path) or not intact(path):
-            compile_kernels(command, path)
-        result = ctypes.CDLL(str(path))
+        path = make_folder(cache_folder()) / f"kernels-{_key([*_source_texts(), *command, *_flags(), processor()])}.so"
+        if sys.platform == "linux":
+            links = (f"-Wl,-soname,{path.name}",)  # by which other libraries find this one
+            result = _made(command, path, units=units_of(None), links=links)
+            result.command = command  # type: ignore[attr-defined]
+        else:
+            result = _made(command, path)
         _bind(result)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        lines = [line for line in lines if "error" in line] or lines
-        if isinstance(error, subprocess.TimeoutExpired):  # its own message is the whole command
-            lines = [f"the compiler was not done with a file after {COMPILE_TIMEOUT:.0f} s"]
-        advice = "; FORERUN_CACHE names another folder for them" if isinstance(error, OSError) else ""
-        log.warning("no CPU kernels of our own, torch's serve instead: %s%s", lines[0] if lines else error, advice)
+        log.warning("no CPU kernels of our own, torch's serve instead: %s", _reason(error))
         return None
     return result
+
+
+def _made(command: Sequence[str], path: Path, **how: Any) -> ctypes.CDLL:
+    """The library ``path``, compiled unless it is there. Raises OSError or a SubprocessError."""
+    if not path.is_file() or distrust(path) or not intact(path):
+        compile_kernels(command, path, **how)
+    return ctypes.CDLL(str(path))
+
+
+def _reason(error: Exception) -> str:
+    """Why kernels were not compiled, in a line."""
+    lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+    lines = [line for line in lines if "error" in line] or lines
+    if isinstance(error, subprocess.TimeoutExpired):  # its own message is the whole command
+        lines = [f"the compiler was not done with a file after {COMPILE_TIMEOUT:.0f} s"]
+    advice = "; FORERUN_CACHE names another folder for them" if isinstance(error, OSError) else ""
+    return f"{lines[0] if lines else error}{advice}"
+
+
+_loading = threading.Lock()
+
+
+def load(part: str) -> bool:
+    """Whether there are kernels for a dtype or a block-quantized type. They are compiled when first asked for; if that
+    fails, a warning says why, once."""
+    main = library()
+    if main is None:
+        return False
+    with _loading:
+        parts: Any = main.parts
+        if part not in parts:
+            try:
+                _load_part(main, part)
+                parts[part] = True
+            except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                log.warning("no CPU kernels of our own for %s, torch's serve instead: %s", part, _reason(error))
+                parts[part] = False
+        return parts[part]
+
+
+def _load_part(main: ctypes.CDLL, part: str) -> None:
+    folder, name = make_folder(Path(main._name).parent), Path(main._name).stem
+    path, title = folder / f"{name}-{part}.so", COMPILING_PART.format(part)
+    command: Any = main.command
+    made = _made(command, path, title=title, units=units_of(part), links=(main._name,))
+    if part in TYPES:
+        _declare(main, made, _signatures(part))
+    elif not _has_quants(main, part):
+        raise OSError(f"{path} does not fit {main._name}")
 
 
 def _end_threads_of_openmp() -> None:
@@ -374,8 +464,8 @@ def threads() -> int:
 
 def has(name: str) -> bool:
     """Whether kernel ``name`` can be called here."""
-    result = library()
-    return result is not None and hasattr(result, name)
+    dtype = name.rpartition("_")[2]
+    return (dtype not in TYPES or load(dtype)) and hasattr(library(), name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

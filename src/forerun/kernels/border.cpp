@@ -47,6 +47,9 @@ constexpr int MOST_THREADS = 1 << 12;
   if (!(CONDITION)) return ERROR
 
 bool within(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
+bool has_kernels(int64_t kind) {
+  return within(kind, 0, KIND_int8) || (within(kind, 0, KINDS - 1) && std::get<0>(quant_kernels[kind]).linear);
+}
 bool threads_fit(int64_t threads) { return within(threads, 1, MOST_THREADS); }
 template <class... P>
 bool non_null(const P &...pointers) {
@@ -123,7 +126,7 @@ Error bias_fits(const Plan &plan, const Heads &heads) {
 Error layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   int64_t left = outputs, parts = 0;
   for (const Linear *l = &all; l; l = l->next, parts++) {
-    REQUIRE(parts < MOST_PARTS && within(l->kind, 0, KINDS - 1), LAYER_KIND);
+    REQUIRE(parts < MOST_PARTS && has_kernels(l->kind), LAYER_KIND);
     REQUIRE(l->weight, NULL_POINTER);
     REQUIRE(l->inputs == inputs && within(l->outputs, 1, left), SIZE);
     REQUIRE(l->kind != KIND_int8 || non_null(l->scales, l->offsets), NULL_POINTER);
@@ -265,7 +268,7 @@ bool has_embedding(const Model<T> &m) {
 
 // An embedding stored as a linear layer.
 Error rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
-  REQUIRE(within(l.kind, 0, KINDS - 1) && l.kind != KIND_int8 && !l.next, LAYER_KIND);
+  REQUIRE(l.kind != KIND_int8 && !l.next, LAYER_KIND);
   return layer_fits(l, width, count);
 }
 
@@ -486,6 +489,8 @@ int forerun_use_huge_pages(char *at, int64_t bytes) {
 
 int forerun_tiles() { return tiles_serve(); }
 
+int forerun_has_kernels(int64_t kind) { return has_kernels(kind); }
+
 int forerun_stop_threads() {
   return guarded([] { stop_threads(); });
 }
@@ -514,13 +519,13 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   int forerun_linear_quants_##KIND(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias,   \
                                    int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {     \
     CHECK(linear_fits(w, x, y, rows, outputs, inputs, stride, threads));                                             \
-    REQUIRE(within(kind, KIND_int8 + 1, KINDS - 1), LAYER_KIND);                                                     \
+    REQUIRE(kind > KIND_int8 && has_kernels(kind), LAYER_KIND);                                                      \
     return guarded([=] { linear_quants(kind, w, x, y, add, bias, rows, outputs, inputs, stride, threads); });        \
   }                                                                                                                  \
   int forerun_get_rows_##KIND(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t outputs,\
                                int64_t inputs) {                                                                     \
     REQUIRE(within(outputs, 1, MOST) && within(inputs, 1, MOST), SIZE);                                              \
-    REQUIRE(within(kind, 0, KINDS - 1) && kind != KIND_int8, LAYER_KIND);                                            \
+    REQUIRE(kind != KIND_int8 && has_kernels(kind), LAYER_KIND);                                                     \
     CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
     REQUIRE(!count || non_null(w, y), NULL_POINTER);                                                                    \
     get_rows(kind, w, ids, y, count, inputs);                                                                       \

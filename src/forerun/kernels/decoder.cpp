@@ -570,18 +570,6 @@ class Drafting {
 
 }  // namespace
 
-Found prompt_lookup(const int64_t *text, int64_t length, const int64_t *max_guess, int64_t max_match, int64_t room, int64_t *out) {
-  int64_t best = 0, after = length;
-  for (int64_t end = length - 1; end > 0 && best < max_match; end--) {
-    int64_t match = 0;
-    while (match < max_match && match < end && text[end - 1 - match] == text[length - 1 - match]) match++;
-    if (match > best) best = match, after = end;
-  }
-  const int64_t count = std::min({max_guess[best], room, length - after});
-  std::copy(text + after, text + after + std::max<int64_t>(count, 0), out);
-  return {best, std::max<int64_t>(count, 0)};
-}
-
 template <class T>
 bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call) {
   return Decoder<T>(model, layers, call).run();

@@ -1,10 +1,14 @@
 // The kernels; border.cpp checks the arguments that come from Python. T: float, Bfloat16 or Float16.
 #pragma once
+#include <tuple>
+
 #include "lanes.h"
 #include "structs.h"
 #include "threads.h"
 
+#ifndef FOR_EACH_TYPE  // else the compiler's command says which (``units_of``)
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
+#endif
 
 constexpr int64_t WIDEST = 1024;    // largest head size
 constexpr int64_t MOST_TAPS = 16;   // most taps of a short convolution
@@ -17,9 +21,19 @@ void linear(const char *w, const T *x, T *y, const T *add, const float *bias, in
 template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
                  const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads);
+// The kernels of a block-quantized type, for rows in T; null until its library is loaded (``load``).
+template <class T>
+struct QuantKernels {
+  void (*linear)(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
+                 int64_t inputs, int64_t stride, int threads);
+  void (*get_rows)(const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
+};
+extern std::tuple<QuantKernels<float>, QuantKernels<Bfloat16>, QuantKernels<Float16>> quant_kernels[KINDS];
 template <class T>
 void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
-                   int64_t outputs, int64_t inputs, int64_t stride, int threads);
+                   int64_t outputs, int64_t inputs, int64_t stride, int threads) {
+  std::get<QuantKernels<T>>(quant_kernels[kind]).linear(w, x, y, add, bias, rows, outputs, inputs, stride, threads);
+}
 // A linear layer of any kind, and those that follow it. ``stride`` 0: rows of y and ``add`` are contiguous.
 template <class T>
 void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads, int64_t stride = 0);
@@ -32,7 +46,9 @@ template <class T>
 void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *y, Apart out, int64_t rows, int threads);
 // Rows of weights in T, dequantized, as ggml_get_rows. Any kind but KIND_int8.
 template <class T>
-void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
+void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+  std::get<QuantKernels<T>>(quant_kernels[kind]).get_rows(w, ids, y, count, inputs);
+}
 template <class T>
 void get_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 // y = norm(x) + add; ``add`` may be y or null. RMS norm, or a layer norm whose biases follow the weights. Row r has the

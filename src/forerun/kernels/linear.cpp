@@ -13,9 +13,6 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace {
 
@@ -533,19 +530,6 @@ void apply_activation(int64_t activation, const float *params, bool gated, const
       const Floats top = activation == ACTIVATION_sigmoid ? one : v;
       store(y + i, lanes, top / (one + exponential(zeros() - inside)) * up);
     }
-}
-
-void softcap(float *numbers, int64_t count, float cap) {
-  for (int64_t i = 0; i < count; i += 16)
-    store(numbers + i, first(count - i), capped(load(numbers + i, first(count - i)), cap));
-}
-
-void use_huge_pages(char *at, int64_t bytes) {  // 10 % faster to stream
-#if defined(__linux__)
-  const uintptr_t large = 1 << 21, start = (reinterpret_cast<uintptr_t>(at) + large - 1) / large * large;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(at) + bytes) / large * large;
-  if (end > start) madvise(reinterpret_cast<void *>(start), end - start, MADV_HUGEPAGE);
-#endif
 }
 
 #define INSTANTIATE(KIND, T)                                                                                       \

@@ -609,32 +609,27 @@ void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
     }
 }
 
+template <class K, int64_t KIND, class T>
+QuantKernels<T> kernels_of() {
+  return {[](const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs, int64_t inputs,
+             int64_t stride, int threads) {
+            const Output<T> out{y, add, bias, stride, outputs};
+            multiply<K>(w, x, out, rows, inputs, threads, prefetch_settings.of(KIND, rows));
+          },
+          [](const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+            for (int64_t i = 0; i < count; i++, y += inputs) get_row_quants<K>(w, ids[i], y, inputs);
+          }};
+}
+
+#ifndef COMPILED  // else the compiler's command says which (``units_of``)
+#define COMPILED QUANTS
+#endif
+#define GIVE(NAME, SIZE, BYTES)                                                                           \
+  quant_kernels[KIND_##NAME] = {kernels_of<NAME, KIND_##NAME, float>(), kernels_of<NAME, KIND_##NAME, Bfloat16>(), \
+                                kernels_of<NAME, KIND_##NAME, Float16>()};
+const bool given = [] {  // as the library is loaded
+  COMPILED(GIVE)
+  return true;
+}();
+
 }  // namespace
-
-template <class T>
-void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
-                   int64_t outputs, int64_t inputs, int64_t stride, int threads) {
-  const Output<T> out{y, add, bias, stride, outputs};
-  switch (kind) {
-#define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, prefetch_settings.of(kind, rows));
-    QUANTS(CASE)
-#undef CASE
-  }
-}
-
-template <class T>
-void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
-  for (int64_t i = 0; i < count; i++, y += inputs) switch (kind) {
-#define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: get_row_quants<NAME>(w, ids[i], y, inputs); break;
-      QUANTS(CASE)
-#undef CASE
-    }
-}
-
-#define INSTANTIATE(KIND, T)                                                                                    \
-  template void linear_quants(int64_t, const char *, const T *, T *, const T *, const float *, int64_t, int64_t, \
-                              int64_t, int64_t, int);                                                           \
-  template void get_rows_quants(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);
-FOR_EACH_TYPE(INSTANTIATE)

@@ -31,7 +31,7 @@ struct PrefetchSettings {
   }
   Prefetch of(int64_t kind, int64_t rows) const { return by_rows[kind][rows < MAX_PREFETCH_ROWS ? rows : MAX_PREFETCH_ROWS]; }
 };
-inline PrefetchSettings prefetch_settings;
+extern PrefetchSettings prefetch_settings;
 
 struct Prefetcher {
   const char *at;

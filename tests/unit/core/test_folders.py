@@ -164,7 +164,7 @@ def test_compiling_is_reported_part_by_part(tmp_path, home, monkeypatch, unwatch
     for _ in range(2):
         assert kernels.library.__wrapped__() is not None
         assert told == [(kernels.COMPILING, sum(steps))]
-        assert sum(steps) == len(log.read_text().splitlines()) == len(kernels.SOURCES) + 1
+        assert sum(steps) == len(log.read_text().splitlines()) == len(kernels.units_of(None)) + 1
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -190,5 +190,5 @@ def test_a_first_start_says_that_it_compiles_and_prints_json_alone(warm, tmp_pat
     install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     done = warm.run("generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json")
-    assert (done.returncode, done.stderr) == (0, f"{kernels.COMPILING}\n")
+    assert (done.returncode, done.stderr) == (0, f"{kernels.COMPILING}\n{kernels.COMPILING_PART.format('float32')}\n")
     assert isinstance(json.loads(done.stdout), dict)

@@ -131,7 +131,7 @@ def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monk
 
 
 def test_a_compiler_that_takes_too_long_is_one_short_line(tmp_path, monkeypatch, caplog):
-    def compile_for_ever(command, *arguments):
+    def compile_for_ever(command, *arguments, **how):
         raise subprocess.TimeoutExpired([*command, "-o", "x" * 5000], kernels.COMPILE_TIMEOUT)
 
     monkeypatch.setattr(kernels, "compile_kernels", compile_for_ever)

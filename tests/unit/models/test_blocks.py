@@ -232,7 +232,7 @@ def built(tmp_path_factory):
     call = tmp_path_factory.mktemp("units") / "call.cpp"
     call.write_text(CALL)
     command = [*kernels.compiler(), "-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
-    parts = [call, kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
+    parts = [call, *(kernels.HERE / f"{name}.cpp" for name in ("quants", "shared", "threads"))]
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
 
     def build(unit):

@@ -174,7 +174,7 @@ def test_the_option():
 @pytest.fixture
 def nothing_compiled():
     """Forget, before and after, what could be compiled."""
-    kept = kernels.library, tiled.can_tile, int8.can_run, blocks.can_run
+    kept = kernels.library, tiled.can_tile, int8.can_run
     for function in kept:
         function.cache_clear()
     yield
@@ -196,7 +196,7 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
         monkeypatch.setattr(kernels, "NEEDED", frozenset(["no-such-flag"]))
     elif lacking == "success":
         (tmp_path / "broken.cpp").write_text("not C++")
-        monkeypatch.setattr(kernels, "SOURCES", (tmp_path / "broken.cpp",))
+        monkeypatch.setattr(kernels, "units_of", lambda part: [(str(tmp_path / "broken.cpp"),)])
     serves = kernels._supported()
     assert kernels.library() is None
     compiles = bool(kernels.compiler())

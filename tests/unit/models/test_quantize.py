@@ -30,7 +30,7 @@ BACKENDS = ["ours", "fbgemm"] if int8.can_run() else ["fbgemm"]
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     if request.param == "fbgemm":
-        monkeypatch.setattr(int8, "can_run", lambda: False)
+        monkeypatch.setattr(int8, "can_run", lambda *_: False)
     return request.param
 
 
@@ -148,7 +148,7 @@ def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
 
 
 def test_without_our_kernels_blocks_are_refused(monkeypatch):
-    monkeypatch.setattr(blocks, "can_run", lambda: False)
+    monkeypatch.setattr(blocks, "can_run", lambda *_: False)
     refused(ConfigError, r"'q4_0' in float32 needs kernels of ours .*: remove it", model, "q4_0")
 
 
@@ -180,7 +180,7 @@ def test_the_bundled_draft_runs_in_8_bits_unless_reported_otherwise(options, qua
 )
 def test_that_default_gives_way_where_it_cannot_be_had(options, quantized, monkeypatch):
     if not options:
-        monkeypatch.setattr(int8, "can_run", lambda: False)
+        monkeypatch.setattr(int8, "can_run", lambda *_: False)
     llm, path = bundled({}, **options)
     assert ("int8" in path) == (quantized and int8.can_run())
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)

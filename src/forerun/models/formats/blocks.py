@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels.structs import QUANTS
 from forerun.models.formats.base import CHUNK, CPU, Format, Rows, concat_rows
 from forerun.models.formats.compiled import Compiled, float_bias
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
-from forerun.models.formats.tiled import DTYPES, works
+from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.formats.weight_cache import cached
 from forerun.models.kinds import BLOCKS
 
@@ -235,19 +236,14 @@ class Blocked(Compiled):
         self.nbytes = self.tiles.nbytes
 
 
-@cache
-def can_run() -> bool:
-    """Whether the kernels are available and give right results."""
-
-    def make(kind: str, weight: torch.Tensor) -> tuple[Blocked, torch.Tensor]:
-        blocks = Blocks.of(weight, kind)
-        return Blocked(blocks, None), blocks.values()
-
-    return all(works(partial(make, kind)) for kind in ("q4_0", "q8_0"))
+def can_run(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels for rows in ``dtype`` are available and give right results."""
+    return can_tile(dtype)
 
 
-def can(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype in DTYPES and can_run()
+def can(dtype: torch.dtype, device: torch.device, kind: str | None = None) -> bool:
+    """Whether layers run here; ``kind``: whether those of a type do, whose kernels may have to be compiled."""
+    return device.type == "cpu" and can_run(dtype) and (kind is None or kernels.load(PACKED[kind].form))
 
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
@@ -255,7 +251,5 @@ def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
     return Blocked(Blocks(name, quantize_rows(weight, name), weight.shape[1]), bias)
 
 
-FORMATS = tuple(
-    Format(name, can, "kernels of ours (AVX2 or ARM64, and a C++ compiler)", partial(make, name=name))
-    for name in BLOCKS
-)
+NEEDS = "kernels of ours (AVX2 or ARM64, and a C++ compiler)"
+FORMATS = tuple(Format(name, partial(can, kind=name), NEEDS, partial(make, name=name)) for name in BLOCKS)

@@ -83,21 +83,27 @@ class Compiled:
 
     def _use(self, name: str, dtypes: Sequence[torch.dtype], form: str, *scales: torch.Tensor) -> None:
         """Choose the kernel for activations of ``dtypes``. ``scales`` are scales and offsets, if it has them."""
+        if form in structs.QUANTS and not kernels.load(form):
+            raise TypeError(f"no kernels for {form} here")
         self.number = structs.KINDS.index(form)
         weight, bias, more = self.tiles.data_ptr(), address(self.bias), [each.data_ptr() for each in scales]
         first, second = more or (0, 0)
         self.pointers = weight, bias, first, second
-        self._calls = {dtype: kernel(name, dtype) for dtype in dtypes}
+        self._name, self._dtypes = name, dtypes
+        self._calls: dict[torch.dtype, Callable[..., None]] = {}
         self._before_x = (self.number, weight) if name == "linear_quants" else (weight,)
         self._after_add = (bias, *more)
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         """Computes rows of x into memory at ``y``, rows ``stride`` numbers apart, and adds those at ``add``. Raises
         TypeError for a dtype without a kernel."""
-        if x.dtype not in self._calls:
-            raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
-        self._calls[x.dtype](*self._before_x, x.data_ptr(), y, add, *self._after_add, rows, self.outputs, self.inputs,
-                             stride, kernels.threads())  # fmt: skip
+        call = self._calls.get(x.dtype)
+        if call is None:
+            if x.dtype not in self._dtypes:
+                raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
+            call = self._calls[x.dtype] = kernel(self._name, x.dtype)
+        call(*self._before_x, x.data_ptr(), y, add, *self._after_add, rows, self.outputs, self.inputs, stride,
+             kernels.threads())  # fmt: skip
 
     def fields(self) -> structs.LinearStruct:
         """The struct that the compiled decoder reads. The layer must outlive it."""

@@ -79,14 +79,14 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def can_run() -> bool:
-    """Whether our kernels are available and give right results."""
-    return works(lambda weight: (TiledInt8(weight, None, "int8"), weight))
+def can_run(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether our kernels for rows in ``dtype`` are available and give right results."""
+    return dtype in DTYPES and works(lambda weight: (TiledInt8(weight, None, "int8"), weight), dtype)
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our kernels run 8-bit layers on this device for activations in ``dtype``."""
-    return device.type == "cpu" and dtype in DTYPES and can_run()
+    return device.type == "cpu" and can_run(dtype)
 
 
 def _levels() -> int:

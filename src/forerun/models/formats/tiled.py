@@ -83,7 +83,7 @@ def can_tile(dtype: torch.dtype) -> bool:
 def works(make: Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]], dtype: torch.dtype = torch.float32) -> bool:
     """Whether the kernels are available and give right results for activations in ``dtype``. ``make`` returns a layer
     for a weight, and the float32 weights that it stands for."""
-    if kernels.library() is None:
+    if not kernels.load(kernels.dtype_name(dtype)):
         return False
     weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)
     x = (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64).to(dtype)

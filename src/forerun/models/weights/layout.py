@@ -175,8 +175,10 @@ class Maker:
     def _as_blocks(self, weight: Rows) -> Blocks | Levels | None:
         """A weight as blocks that a layer can keep here; None if it can only be read as numbers."""
         result = as_blocks(weight)
-        if self.how == "triton" and isinstance(result, Blocks) and result.kind not in TRITON_BLOCKS:
-            return None
+        if isinstance(result, Blocks):
+            triton = self.how == "triton"
+            able = result.kind in TRITON_BLOCKS if triton else blocks.can(self.dtype, self.device, result.kind)
+            return result if able else None
         return result
 
     def router(self, part: str) -> Linear:
