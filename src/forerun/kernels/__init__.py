@@ -385,7 +385,7 @@ def load(part: str) -> bool:
     if main is None:
         return False
     with _loading:
-        parts: Any = main.parts
+        parts: dict[str, bool] = vars(main)["parts"]
         if part not in parts:
             try:
                 _load_part(main, part)
