@@ -53,6 +53,8 @@ class Machine:
     """In how many rounds that falls to a third."""
     host: float = 0.0
     """What the policy takes to make a plan."""
+    follows: float = 0.0
+    """What drafters take for each sequence of a round that is not at rest, whether they draft or not."""
     room: int = sys.maxsize
     """Requests for which there is room while prices are measured."""
     mixture: MixtureInfo | None = None
@@ -83,6 +85,10 @@ class Machine:
         each, levels = self.per_level + self.per_draft_token * sequences, 1 if self.looks_up else levels
         return 1e-3 * (self.draft + each * levels + self.per_token_behind * behind)
 
+    def following(self, policy, running):
+        rests = policy.resting or all(sequence.drafter is None for sequence in running)
+        return 0.0 if rests else 1e-3 * self.follows * len(running)
+
     def at(self, seconds):
         """Prices of this second."""
         if self.later is not None and seconds > self.later[0]:
@@ -103,13 +109,16 @@ class Play:
     """Seconds that it would have taken on a machine that nothing disturbs."""
     plain_work: float = 0.0
     """The same if each token had come from a plain round of as many sequences."""
-    rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     """Per round, drafted tokens."""
     emitted: list[int] = field(default_factory=list)
     """Per round, tokens."""
     works: list[tuple[float, float]] = field(default_factory=list)
     """Per round, ``work``, and ``plain_work`` of the tokens that its drafts bring on average."""
+
+    @property
+    def rounds(self):
+        return len(self.emitted)
 
     @property
     def tokens(self):
@@ -165,9 +174,9 @@ def play(
             sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
         before = next(ticks)
         budgets = decides.budgets(running)
-        planning = 1e-3 * machine.host * (next(ticks) > before + 1)
-        drafting = [i for i, budget in enumerate(budgets) if budget]
-        behind = 0
+        following = machine.following(decides, running)
+        host = 1e-3 * machine.host * (next(ticks) > before + 1) + following
+        drafting, behind = [i for i, budget in enumerate(budgets) if budget], 0
         for i in drafting:
             window = None if running[i].id in drawn_until or not _models(machine) else running[i].reads
             behind += min(lag(running[i]), window or sys.maxsize)
@@ -189,20 +198,20 @@ def play(
         work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
         slow = machine.disturb(draw, result.seconds)
         parts = slow * work[0], slow * work[1]
-        result.work += sum(work) + planning
+        result.work += sum(work) + host
         emitted = sum(len(verdict.tokens) for verdict in verdicts)
         plain = emitted * machine.verify(len(running), len(running)) / len(running)
         result.plain_work += plain
         expected = sum(_expected(sequence, draft, accepted) for sequence, draft in zip(running, drafts))
-        result.works.append((sum(work) + planning, expected * plain / emitted))
+        result.works.append((sum(work) + host, expected * plain / emitted))
         for sequence, verdict in zip(running, verdicts):
             sequence.tokens.extend(verdict.tokens)
             if sequence.id in drawn_until:
                 drawn_until[sequence.id] += len(verdict.tokens)
         decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0, round(machine.experts(rows))))
+        decides.observe_host(slow * following)
         result.seconds += sum(parts)
         result.emitted.append(emitted)
-        result.rounds += 1
         result.drafted.append(rows - len(running))
         for sequence in filter(over, running):
             decides.release(sequence)

@@ -13,7 +13,7 @@ exact.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.length.acceptance import AnswerLengths, Drafting, Lookups
 from forerun.speculate.length.base import LengthPolicy, Parts, Seconds, Setting, policies
 from forerun.speculate.length.prices import Prices, PriceTable
+from forerun.speculate.length.rest import Rest
 
 
 @dataclass
@@ -85,6 +86,10 @@ class Adaptive(LengthPolicy):
     """Least tokens that a looked-up chain must bring; by how much more than the other part's draft; and what look-ups
     bring before any was made."""
     PROBES = 0.004
+    LOOKS = 8
+    """At rest, there are look-ups once in so many rounds."""
+    OTHERS = 0.1
+    """Weight of a round in the number of rows that a sequence drafts."""
     RECENT = 0.04
     """Weight of a round in the recent speed."""
     clock = staticmethod(perf_counter)
@@ -112,6 +117,13 @@ class Adaptive(LengthPolicy):
         """The same by method, with which a sequence begins."""
         self._recent = (0.0, 0.0)
         """Tokens and seconds of recent rounds, by the table."""
+        self._others = 0.0
+        """Drafted rows of a sequence and round, recently."""
+        self._rests: defaultdict[int, Rest] = defaultdict(Rest)
+        """By the binary digits of the number of sequences less one."""
+        self._round: tuple[Rest, float, float, float] | None = None
+        """What the ``Rest`` will be told of this round."""
+        self._number = 0
         self._streak = 0
         """Rounds since the last one of the other kind: with drafts, positive; plain ones, negative."""
         self._since_plain = 0
@@ -139,6 +151,15 @@ class Adaptive(LengthPolicy):
         return self.setting.parts.get(sequence.drafter or "", Parts((), sequence.drafter))
 
     def budgets(self, sequences: Requests) -> list[int]:
+        self._round = None
+        rest = self._rests[(len(sequences) - 1).bit_length()]
+        self.resting = rest.resting and not rest.follows
+        if rest.resting:
+            self._number += 1
+            self._table = self.prices.at(len(sequences))
+            probes = self._number % self.LOOKS == 0
+            self._budgets = [self._probe(sequence) if probes else 0 for sequence in sequences]
+            return list(self._budgets)
         longest = [self.longest(sequence) for sequence in sequences]
         self._checking -= 1  # below 0: no plain rounds are being timed
         if not any(longest):  # also where this plan's own 0 was reserved: it comes to an end all the same
@@ -173,6 +194,14 @@ class Adaptive(LengthPolicy):
             self._backlogged |= backlog > depth + 1
         # A look-up would be a draft, too: while plain rounds are timed (``_checking``) none is made.
         looks = cap if parts.lookups and self._checking < 0 and self._looks(sequence, plan) else 0
+        return self._set(sequence, parts, depth, looks)
+
+    def _probe(self, sequence: RequestState) -> int:
+        """At rest, what a sequence may look up in this round."""
+        parts = self.parts(sequence)
+        return self._set(sequence, parts, 0, self.longest(sequence) if parts.lookups else 0)
+
+    def _set(self, sequence: RequestState, parts: Parts, depth: int, looks: int) -> int:
         sequence.depths = {**dict.fromkeys(parts.lookups, looks), **({parts.steps: depth} if parts.steps else {})}
         sequence.worth = partial(self.worth, sequence) if looks else None
         return max(depth, looks)
@@ -196,20 +225,21 @@ class Adaptive(LengthPolicy):
         if table is None:
             return len(draft)
         learnt = self._lookup(draft.method or "", not sequence.params.greedy)
+        others = (count - 1) * self._others  # drafted rows of the other sequences
         price = self.prices.verify(table, count, count)
         best, most = 0, self.BETTER * plan.net.get(sequence.id, 0.0) + self.LEAST
         chance, expected, gain = 1.0, 0.0, 0.0
         for length, evidence in enumerate(draft.evidence, 1):
             chance *= learnt.rate(sequence.id, evidence)
             expected += chance
-            # The others of a batch verify about as many tokens: their rows are not free, even if one more would be.
-            net = expected - plan.rate * (self.prices.verify(table, count * (1 + length), count) - price) / count
+            extra = self.prices.verify(table, count + others + length, count) - price
+            net = expected - plan.rate * extra * length / (others + length)
             if net > most:
                 gain += net - most
                 best, most = length, net
             elif chance < 0.02:
                 break
-        self._found[sequence.id] += 0.1 * gain
+        self._found[sequence.id] = self._found.get(sequence.id, 0.0) + 0.1 * gain
         return best
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
@@ -224,19 +254,27 @@ class Adaptive(LengthPolicy):
         if table is None or not all(verdict.fed == 1 for verdict in verdicts):
             return  # a round that also read a prompt says nothing of what verifying costs
         drafted = rows > count
+        self._others += self.OTHERS * ((rows - count) / count - self._others)
+        rest = self._rests[(count - 1).bit_length()]
+        tokens, cost = sum([len(verdict.tokens) for verdict in verdicts]), self.prices.verify(table, rows, count)
+        plain = self.prices.verify(table, count, count)
+        if rest.resting:
+            self._round = rest, tokens / count * plain, cost, seconds.draft + seconds.verify + seconds.accept
+            rest.found(sum([verdict.accepted for verdict in verdicts]))
+            return
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0
         self.prices.observe(
             table, count, rows, seconds.verify + seconds.accept, seconds.experts, self._streak < -self.WARM
         )
-        tokens, cost = sum([len(verdict.tokens) for verdict in verdicts]), self.prices.verify(table, rows, count)
         asked = {s.drafter: d.depth for s, d in zip(sequences, drafts) if self._used(s, d)}
         if not self._backlogged:
             for method, depth in asked.items():
                 cost += self.prices.draft(table, method or "", depth)
+        self._round = rest, tokens / count * plain, cost, seconds.draft + seconds.verify + seconds.accept
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
-        loss = cost / self.prices.verify(table, count, count) - tokens / count if drafted else 0.0
+        loss = cost / plain - tokens / count if drafted else 0.0
         # The full deque drops its oldest loss, so the running sum does, too.
         self._lost += loss - (self._losses[0] if len(self._losses) == self.WINDOW else 0.0)
         self._losses.append(loss)
@@ -277,6 +315,9 @@ class Adaptive(LengthPolicy):
         return self.setting.nodes[sequence.drafter][depth]
 
     def observe_host(self, seconds: float) -> None:
+        if self._round is not None:
+            rest, plain, price, others = self._round
+            rest.observe(plain, price, others + seconds)
         self.prices.host += 0.05 * (min(seconds, 3 * self.prices.host or seconds) - self.prices.host)
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
@@ -286,6 +327,7 @@ class Adaptive(LengthPolicy):
             plan.depths = {**plan.depths, sequence.id: plan.depths[source.id]}
 
     def release(self, sequence: RequestState) -> None:
+        self._rests[0].shorten()
         self._found.pop(sequence.id, None)
         self._credit.pop(sequence.id, None)
         if sequence.drafter is not None:

@@ -248,7 +248,7 @@ class Prices:
             deepest = min(len(nodes) - 1, self.DEEPEST)
             depths = {1, 2, 4, 8, deepest} & {*range(1, deepest + 1)}
             drafted = {nodes[depth] + 1: depth for depth in depths}
-            rows = {*drafted, *range(2, min(nodes[deepest], 12) + 2)}
+            rows = {*drafted, *range(2, 14)}  # several requests' drafts have more rows than one can have
             yield method, 0, 2
             if sequences > 1:
                 rows = {n for n in (2, 3, 5, 9) if n <= nodes[deepest] + 1}

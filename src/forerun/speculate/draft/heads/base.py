@@ -54,8 +54,8 @@ class HeadConfig(DrafterConfig):
 class FeatureDrafter(Drafter[C]):
     """Collects the target's hidden states of every sequence.
 
-    Of tokens that the target took from its prefix cache, there are no hidden states: what a drafter reads begins after
-    them, or after those that it kept itself.
+    There are none of tokens that the target took from its prefix cache, nor of rounds at rest (``length/rest.py``):
+    what a drafter reads begins after them, or after those that it kept itself.
     """
 
     per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped")
@@ -73,11 +73,12 @@ class FeatureDrafter(Drafter[C]):
             parts = [verdict.hidden[layer] for layer in self.layers]
             rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             start = sequence.num_computed_tokens - rows.shape[0]
+            if self.seen.get(sequence.id, start) != start:  # it begins anew after rounds at rest
+                self.release(sequence)
             self.skipped.setdefault(sequence.id, start)
-            if self.seen.get(sequence.id, start) == start:
-                self.seen[sequence.id] = sequence.num_computed_tokens
-                self.add_features(sequence, rows)
-                self.watch(sequence, verdict.hidden)
+            self.seen[sequence.id] = sequence.num_computed_tokens
+            self.add_features(sequence, rows)
+            self.watch(sequence, verdict.hidden)
 
     def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Stores the target's hidden states of newly cached tokens, [tokens, layers * hidden size]."""

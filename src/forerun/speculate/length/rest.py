@@ -1,0 +1,108 @@
+"""Rest: rounds in which nothing is done for speculation, because it has not paid.
+
+Where drafts do not pay, the plan makes none. What is left is the work for them: texts are followed, hidden states are
+kept, plans are made. With several requests on a CPU that takes a tenth of a round. So the clock decides: rounds with
+this work are compared with plain ones that follow at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import exp, log
+from statistics import median
+
+
+class Rest:
+    """Whether batches of about one size rest now."""
+
+    BLOCK, CHECK, COLD = 32, 8, 2
+    """Rounds with speculation that are compared, and those at rest that they are compared with, after a few that find
+    cold caches."""
+    TRIAL = 0.01
+    """What the block after a rest may cost, in rounds at rest."""
+    APART, MORE = 64, 20.0
+    """Rounds between two comparisons where speculation pays; so many times as many where it is twice as fast."""
+    WORSE, CLEAR = 0.98, 1.05
+    """Speeds over rounds at rest. Below the first they rest. Above the second, drafters keep following the text while
+    rounds are compared."""
+    NEW = 0.2
+    """Least weight of a comparison in ``extra``: other programs disturb some."""
+    FOUND = 8
+    """Rounds by which a looked-up token shortens a rest."""
+    FAR = 1.3
+    """A round counts as at most so many times as slow as usual."""
+
+    def __init__(self) -> None:
+        self.resting = False
+        self.follows = True
+        """Whether drafters follow the text at rest, too."""
+        self.extra = 0.0
+        """What the work for speculation adds to a round: the log of the seconds over those of the same rows at rest."""
+        self._left = self.BLOCK
+        self._since = 0
+        """Rounds with speculation since the last comparison or rest."""
+        self._compared = 0
+        self._free = False
+        """Whether the work for speculation costs next to nothing."""
+        self._paid = False
+        """Whether that comparison was in favour of speculation."""
+        self._work: deque[tuple[float, float, float]] = deque(maxlen=self.BLOCK)
+        """What ``observe`` was given in rounds with speculation that were not compared yet."""
+        self._slow: deque[float] = deque(maxlen=self.CHECK)
+        """Of rounds at rest, the seconds over the price."""
+
+    def shorten(self) -> None:
+        """Another kind of text may come: the rest ends soon."""
+        self._left = min(self._left, self.BLOCK)
+
+    def found(self, tokens: int) -> None:
+        """A look-up at rest has brought so many tokens: the rest is over sooner."""
+        if not self._work:
+            self._left -= self.FOUND * tokens
+
+    def observe(self, plain: float, price: float, seconds: float) -> None:
+        """Learns that a round took ``seconds``.
+
+        Args:
+            plain: seconds in which plain rounds would have brought its tokens, by measured prices.
+            price: its own seconds, by these prices.
+            seconds: those that passed.
+        """
+        self._left -= 1
+        if not self.resting:
+            self._work.append((plain, price, seconds))
+            self._since += 1
+        elif self._left < self.CHECK:
+            self._slow.append(seconds / price)
+        if self._left > 0:
+            return
+        if not self.resting:
+            gain = self._gain()
+            self.follows = gain > self.CLEAR
+            more = self.MORE * max(0.0, gain - 1.0, 0.5 * self._free)
+            enough = self.APART * (1.0 + more) if self._paid or self.follows else 0.0
+            self.resting = self._since >= enough
+            self._left = self.CHECK + self.COLD if self.resting else self.BLOCK
+        elif not self._work:  # a rest has ended
+            self.resting, self._left, self._since = False, self.BLOCK, 0
+        else:
+            self._compare()
+            gain = self._gain()
+            self._work.clear()
+            # Where drafts lost and the work for them costs nothing, the plan makes fewer; a rest would save nothing.
+            self._free = exp(-self.extra) >= self.WORSE
+            self._paid = self._free or gain >= self.WORSE
+            self.resting = not self._paid
+            self.follows, self._since = self.follows and self._paid, 0
+            self._left = self.BLOCK if self._paid else int(self.BLOCK * (1.0 - gain) / self.TRIAL)
+
+    def _compare(self) -> None:
+        usual = median([seconds / price for _, price, seconds in self._work])
+        seconds = sum([min(seconds, self.FAR * usual * price) for _, price, seconds in self._work])
+        extra = log(seconds / sum([price for _, price, _ in self._work]) / median(self._slow))
+        self._compared += 1
+        self.extra += max(self.NEW, 1.0 / (1 + self._compared)) * (extra - self.extra)
+
+    def _gain(self) -> float:
+        """The speed of the rounds with speculation over those at rest."""
+        return exp(-self.extra) * sum([plain for plain, _, _ in self._work]) / sum([p for _, p, _ in self._work])

@@ -1,0 +1,93 @@
+"""Rest: where the work for speculation does not pay, it is left out."""
+
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.speculate.draft import drafters
+from forerun.speculate.length.rest import Rest
+from simulated import Machine, play
+
+DEAR = {"base": 6.0, "per_sequence": 0.0, "prices": (1.0, 1.05, 1.1, 1.5, 1.85, 2.2, 2.55, 2.9), "multiple": 1}
+"""Four requests on a CPU: a drafted row costs more than a plain token, and following four texts a sixth of a round."""
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_following_costs_little_where_no_draft_can_pay(rate, looks_up):
+    """Without rests these make 0.85 to 0.87."""
+    costs = {"draft": 0.05, "per_level": 0.0, "per_token_behind": 0.0} if looks_up else {}
+    machine = Machine(**DEAR, **costs, follows=0.25, looks_up=looks_up)
+    runs = [play(machine, "adaptive", 4, lambda *_: rate, length=96, requests=60, seed=seed) for seed in range(2)]
+    assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 0.97
+
+
+def told(rest, rounds, plain, price, seconds):
+    for _ in range(rounds):
+        rest.observe(plain, price, seconds)
+
+
+def rounds_of_a_rest(seconds, found=False):
+    """Where rounds with speculation take so many seconds, and others one."""
+    rest, rounds = Rest(), 0
+    told(rest, rest.BLOCK, 1.0, 1.0, seconds)
+    told(rest, rest.COLD + rest.CHECK, 1.0, 1.0, 1.0)
+    while rest.resting:
+        told(rest, 1, 1.0, 1.0, 1.0)
+        rounds += 1
+        if found and rounds % 8 == 0:
+            rest.found(4)
+    return rounds
+
+
+def test_a_rest_is_longer_where_more_is_lost_and_ends_where_look_ups_find_something():
+    assert rounds_of_a_rest(1.01) == 0
+    assert 50 < rounds_of_a_rest(1.15) < rounds_of_a_rest(1.6) / 2
+    assert rounds_of_a_rest(1.6, found=True) < rounds_of_a_rest(1.6) / 4
+
+
+def test_one_slow_round_is_not_what_work_costs():
+    rest = Rest()
+    told(rest, rest.BLOCK - 1, 1.0, 1.0, 1.0)
+    told(rest, 1, 1.0, 1.0, 20.0)
+    told(rest, rest.COLD + rest.CHECK, 1.0, 1.0, 1.0)
+    assert not rest.resting
+    assert rest.extra < 0.02
+
+
+def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
+    rest, compared = Rest(), 0
+    for _ in range(4000):
+        compared += rest.resting
+        assert rest.follows or not rest.resting
+        rest.observe(*((1.0, 1.0, 1.0) if rest.resting else (1.5, 1.0, 1.0)))
+    assert 0 < compared < 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_begins_anew_after_a_rest(temperature, tiny_target, tmp_path):
+    """The tokens are those of plain decoding, and its drafts those of a head that begins there."""
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+    prompts = ["def foo(x): return x", "abcabcabcabc", "hello"]
+    plain = [each.outputs[0].token_ids for each in LLM(tiny_target, speculative_config=None).generate(prompts, params)]
+    config = {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path), "length": "fixed"}
+    engine = LLM(tiny_target, speculative_config=config).engine
+    jobs = [engine.add(engine.tokenizer.encode(text), params)[0] for text in prompts]
+    budgets, drafted, number = engine.policy.budgets, {False: 0, True: 0}, 0
+
+    def resting(sequences):
+        engine.policy.resting = number % 12 >= 8
+        return [0 if engine.policy.resting else budget for budget in budgets(sequences)]
+
+    engine.policy.budgets = resting
+    while engine.busy:
+        before = sum(job.metrics.num_draft_tokens for job in jobs)
+        engine.step()
+        number += 1
+        drafted[number > 12] += sum(job.metrics.num_draft_tokens for job in jobs) - before
+    assert [job.output_ids for job in jobs] == plain
+    assert drafted[False] > 0
+    assert drafted[True] > 0
+    engine.check()
