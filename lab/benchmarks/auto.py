@@ -33,6 +33,7 @@ import torch
 from table import rate
 
 from forerun import LLM, SamplingParams
+from forerun.engine.jobs import Update
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
 from forerun.measure.environment import processor
 from forerun.models.files.inventory import here
@@ -40,6 +41,8 @@ from forerun_lab.intervals import shown
 from forerun_lab.written import read_set
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
+EACH = 4
+"""Requests of each of several clients."""
 MODULES = [
     "argparse",
     "ast",
@@ -73,15 +76,23 @@ def texts(tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
             yield ids[:length]
 
 
-def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
-    """Requests that begin together: seconds of all of it and until the first token of any."""
+def answer(llm: LLM, streams: int, prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """Requests of so many clients, each of which asks when its last one is answered: seconds until one has nothing more
+    to ask, and until the first token of any; tokens of all until then."""
+    seen: list[tuple[float, int]] = []
+    tokens = ended = 0
+
+    def observe(update: Update) -> None:
+        nonlocal tokens, ended
+        tokens, ended = tokens + len(update.tokens), ended + (update.finish is not None)
+        if ended <= len(prompts) - streams + 1:
+            seen.append((perf_counter() - began, tokens))
+
     began = perf_counter()
-    seen: list[float] = []
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, params, on_update=lambda update: seen.append(perf_counter()))
-    ended = perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, on_update=observe)
+    seconds, busy = seen[-1]
     ids = [output.outputs[0].token_ids for output in outputs]
-    return {"seconds": ended - began, "first": seen[0] - began, "tokens": sum(map(len, ids)), "ids": ids}
+    return {"seconds": seconds, "first": seen[0][0], "tokens": busy, "ids": ids}
 
 
 def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, *flags: str) -> Callable[..., Any]:
@@ -139,7 +150,8 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
         random.Random(number).shuffle(cells)
         for temperature, length, tokens in cells:
             prompts = texts(llm.get_tokenizer(), length, 1000 * length + tokens)
-            chosen = [next(prompts) for _ in range((number + 1) * options.streams)][-options.streams :]
+            count = options.streams * (EACH if options.streams > 1 else 1)
+            chosen = [next(prompts) for _ in range((number + 1) * count)][-count:]
             key = {"temperature": temperature, "prompt": length, "answer": tokens, "number": number}
             key |= {"streams": options.streams} if options.streams > 1 else {}
             yield key, chosen, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
@@ -155,11 +167,13 @@ def show(pairs: list[dict[str, Any]]) -> None:
         print(f"T {cell[0]}, prompts {cell[1]}, answers {cell[2]}, streams {cell[3]}: {same}")
         for name in [name for name in rows[0] if isinstance(rows[0][name], dict)]:
             there = [p for p in rows if name in p]
-            whole = [p["plain"]["seconds"] / p[name]["seconds"] for p in there]
+            plain = [p["plain"]["seconds"] for p in there]
+            own = [p[name]["seconds"] * p["plain"]["tokens"] / p[name]["tokens"] for p in there]
+            whole = [before / after for before, after in zip(plain, own)]
             decoding = [rate(p[name]) / rate(p["plain"]) for p in there]
             speed, first = (statistics.median(f(p[name]) for p in there) for f in (rate, lambda r: r["first"]))
-            total = sum(p["plain"]["seconds"] for p in there) / sum(p[name]["seconds"] for p in there)
-            slow = f"{sum(each < 0.95 for each in whole)} below 0.95, least {min(whole):.2f}, all together {total:.2f}"
+            slow = f"{sum(each < 0.95 for each in whole)} below 0.95, least {min(whole):.2f}"
+            slow = f"{slow}, all together {sum(plain) / sum(own):.2f}"
             over = f"over plain {shown(whole)} ({slow}), decoding {shown(decoding)}"
             print(f"  {name:12} {speed:6.1f} tokens/s, first {first:.2f} s, {over}")
 
@@ -171,7 +185,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=6, help="of each cell")
     parser.add_argument("--temperatures", default="0,0.7")
-    parser.add_argument("--streams", type=int, default=1, help="requests that begin together; not with --set")
+    parser.add_argument("--streams", type=int, default=1, help="clients that ask at the same time; not with --set")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)))
     parser.add_argument("--answers", default=",".join(map(str, ANSWERS)))
     parser.add_argument(
@@ -196,12 +210,12 @@ def main() -> None:
     kept |= {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
     kept |= {"model": options.model, "processor": processor(), "threads": options.threads}
     torch.set_num_threads(options.threads)
-    common: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": max(8, options.streams)}
+    common: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": options.streams if options.streams > 1 else 8}
     llms = {"plain": LLM(options.model, speculative_config=None, **common), "auto": LLM(options.model, **common)}
     for line in options.line:
         name, _, config = line.partition("=")
         llms[name] = LLM(options.model, speculative_config=json.loads(config), **common)
-    answers: dict[str, Callable[..., Any]] = {name: partial(answer, llm) for name, llm in llms.items()}
+    answers: dict[str, Callable[..., Any]] = {name: partial(answer, llm, options.streams) for name, llm in llms.items()}
     with ExitStack() as stack:
         if options.llama_server:
             file = here(options.model)
@@ -212,7 +226,7 @@ def main() -> None:
                 answers["llama draft"] = start(18082, options.threads, *flags)
         print(f"loaded in {perf_counter() - began:.1f} s; auto is {llms['auto'].speculative}")
         for each in answers.values():  # what is made once is not measured
-            each([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+            each([[1, 2, 3]] * options.streams, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
         for key, prompts, params in requests(options, llms["plain"]):
             if any(key.items() <= pair.items() for pair in kept["pairs"]):
                 continue

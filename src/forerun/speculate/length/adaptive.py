@@ -260,7 +260,7 @@ class Adaptive(LengthPolicy):
         plain = self.prices.verify(table, count, count)
         if rest.resting:
             self._round = rest, tokens / count * plain, cost, seconds.draft + seconds.verify + seconds.accept
-            rest.found(sum([verdict.accepted for verdict in verdicts]))
+            rest.found(tokens - count * cost / plain)
             return
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0

@@ -28,7 +28,7 @@ class Rest:
     NEW = 0.2
     """Least weight of a comparison in ``extra``: other programs disturb some."""
     FOUND = 8
-    """Rounds by which a looked-up token shortens a rest."""
+    """Rounds by which a gained token shortens a rest."""
     FAR = 1.3
     """A round counts as at most so many times as slow as usual."""
 
@@ -55,10 +55,10 @@ class Rest:
         """Another kind of text may come: the rest ends soon."""
         self._left = min(self._left, self.BLOCK)
 
-    def found(self, tokens: int) -> None:
-        """A look-up at rest has brought so many tokens: the rest is over sooner."""
+    def found(self, tokens: float) -> None:
+        """Look-ups at rest have brought so many tokens beyond their price: the rest is over sooner."""
         if not self._work:
-            self._left -= self.FOUND * tokens
+            self._left -= int(self.FOUND * max(0.0, tokens))
 
     def observe(self, plain: float, price: float, seconds: float) -> None:
         """Learns that a round took ``seconds``.
