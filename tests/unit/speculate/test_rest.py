@@ -6,8 +6,11 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.speculate.draft import drafters
+from forerun.speculate.draft.heads.base import FeatureDrafter
 from forerun.speculate.length.rest import Rest
 from simulated import Machine, play
+
+METHODS = [name for name in drafters if issubclass(drafters[name], FeatureDrafter)]
 
 DEAR = {"base": 6.0, "per_sequence": 0.0, "prices": (1.0, 1.05, 1.1, 1.5, 1.85, 2.2, 2.55, 2.9), "multiple": 1}
 """Four requests on a CPU: a drafted row costs more than a plain token, and following four texts a sixth of a round."""
@@ -67,12 +70,13 @@ def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_head_begins_anew_after_a_rest(temperature, tiny_target, tmp_path):
-    """The tokens are those of plain decoding, and its drafts those of a head that begins there."""
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_begins_anew_after_a_rest(method, temperature, tiny_target, tmp_path):
+    """It drafts again, and the tokens are those of plain decoding."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     prompts = ["def foo(x): return x", "abcabcabcabc", "hello"]
     plain = [each.outputs[0].token_ids for each in LLM(tiny_target, speculative_config=None).generate(prompts, params)]
-    config = {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path), "length": "fixed"}
+    config = {"method": method, **drafters[method].example(Path(tiny_target), tmp_path), "length": "fixed"}
     engine = LLM(tiny_target, speculative_config=config).engine
     jobs = [engine.add(engine.tokenizer.encode(text), params)[0] for text in prompts]
     budgets, drafted, number = engine.policy.budgets, {False: 0, True: 0}, 0
