@@ -110,7 +110,7 @@ class Laps:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._began = perf_counter()
+        self._began = 0.0 if self._stream is None else perf_counter()
         self._marks: list[Any] = []
         self.mark()
 
