@@ -121,8 +121,10 @@ class Adaptive(LengthPolicy):
         """Drafted rows of a sequence and round, recently."""
         self._rests: defaultdict[int, Rest] = defaultdict(Rest)
         """By the binary digits of the number of sequences less one."""
-        self._round: tuple[Rest, float, float, float] | None = None
-        """What the ``Rest`` will be told of this round."""
+        self._rest: Rest | None = None
+        """That of this round; None: nobody in it may draft."""
+        self._round: tuple[float, float, float] | None = None
+        """What it will be told of this round, but for the host's seconds."""
         self._number = 0
         self._streak = 0
         """Rounds since the last one of the other kind: with drafts, positive; plain ones, negative."""
@@ -153,7 +155,7 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Requests) -> list[int]:
         self._round = None
         rest = self._rests[(len(sequences) - 1).bit_length()]
-        self.resting = rest.resting and not rest.follows
+        self._rest, self.resting = rest, rest.resting and not rest.follows
         if rest.resting:
             self._number += 1
             self._table = self.prices.at(len(sequences))
@@ -162,6 +164,7 @@ class Adaptive(LengthPolicy):
             return list(self._budgets)
         longest = [self.longest(sequence) for sequence in sequences]
         self._checking -= 1  # below 0: no plain rounds are being timed
+        self._rest = rest if any(longest) else None
         if not any(longest):  # also where this plan's own 0 was reserved: it comes to an end all the same
             self._plan.rounds_left -= 1
             self._budgets = longest
@@ -255,12 +258,12 @@ class Adaptive(LengthPolicy):
             return  # a round that also read a prompt says nothing of what verifying costs
         drafted = rows > count
         self._others += self.OTHERS * ((rows - count) / count - self._others)
-        rest = self._rests[(count - 1).bit_length()]
         tokens, cost = sum([len(verdict.tokens) for verdict in verdicts]), self.prices.verify(table, rows, count)
         plain = self.prices.verify(table, count, count)
-        if rest.resting:
-            self._round = rest, tokens / count * plain, cost, seconds.draft + seconds.verify + seconds.accept
-            rest.found(tokens - count * cost / plain)
+        spent = seconds.draft + seconds.verify + seconds.accept
+        if self._rest is not None and self._rest.resting:
+            self._round = tokens / count * plain, cost, spent
+            self._rest.found(tokens - count * cost / plain)
             return
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0
@@ -271,7 +274,7 @@ class Adaptive(LengthPolicy):
         if not self._backlogged:
             for method, depth in asked.items():
                 cost += self.prices.draft(table, method or "", depth)
-        self._round = rest, tokens / count * plain, cost, seconds.draft + seconds.verify + seconds.accept
+        self._round = tokens / count * plain, cost, spent
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / plain - tokens / count if drafted else 0.0
@@ -315,9 +318,9 @@ class Adaptive(LengthPolicy):
         return self.setting.nodes[sequence.drafter][depth]
 
     def observe_host(self, seconds: float) -> None:
-        if self._round is not None:
-            rest, plain, price, others = self._round
-            rest.observe(plain, price, others + seconds)
+        if self._rest is not None and self._round is not None:
+            plain, price, others = self._round
+            self._rest.observe(plain, price, others + seconds)
         self.prices.host += 0.05 * (min(seconds, 3 * self.prices.host or seconds) - self.prices.host)
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
