@@ -31,6 +31,7 @@ from forerun.kernels import structs
 from forerun.measure.plan import Trial
 from forerun.speculate.length.prices import Prices
 from forerun.tune import data
+from forerun_lab.tune import kinds
 from forerun_lab.tune.config import TuneConfig
 from forerun_lab.tune.run import tune
 from here import LEFT_OUT
@@ -240,12 +241,13 @@ def few():
     with pytest.MonkeyPatch.context() as patch:
         turns = data.held_out()[:6]
         patch.setattr(data, "held_out", lambda: turns)
+        patch.setattr(kinds, "HELD_OUT_ROWS", 4)
         yield
 
 
 @pytest.fixture(scope="module")
 def few_turns():
-    """A few of the held-out turns, so that a tuning takes a second."""
+    """A few of the held-out turns and rows, so that a tuning takes seconds."""
     with few():
         yield
 

@@ -180,15 +180,16 @@ def test_what_was_chosen_among_others_is_chosen_anew(tuned_folder, tuned_target,
     assert str(tuned_folder) not in (out / "tuned.json").read_text("utf-8")
 
 
-def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(tuned_target, tmp_path, monkeypatch):
-    config = TuneConfig(model=tuned_target, out=tmp_path, **QUICK)
-    stages.tune(config)
-    path = tmp_path / "run" / "state.json"
+def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
+    tuned_folder, tuned_target, tmp_path, monkeypatch
+):
+    out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
+    path = out / "run" / "state.json"
     result = json.loads(path.read_text("utf-8"))
     del result["results"]["write"]
     path.write_text(json.dumps(result), "utf-8")
     monkeypatch.setattr(features.Writer, "speed", lambda *_: 1e-9)
-    stages.tune(config)
+    stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK))
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
 
