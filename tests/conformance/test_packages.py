@@ -1,7 +1,6 @@
 """A drafter from a package of its own: the one that docs/add_a_drafter.md shows, as it stands there."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,9 +20,12 @@ def blocks(language):
 
 COMMANDS = """
 import sys
+sys.path.insert(0, {folder!r})
 import pytest
-matrix = ["-n", "0", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py", "-k", "periodic"]
-assert pytest.main(matrix) == 0
+from forerun.speculate.draft import drafters
+vars(drafters).pop("_points", None)  # read before the package was there
+options = ["-n", "0", "-p", "no:cacheprovider", "--assert", "plain", "-vv", "-k", "periodic"]
+assert pytest.main(["tests/conformance/test_identity.py", *options]) == 0
 print("END")
 from forerun.cli.main import run
 for method in ("periodic", "none"):
@@ -33,7 +35,7 @@ for method in ("periodic", "none"):
 
 
 @pytest.fixture(scope="module")
-def said(tiny_target, tmp_path_factory):
+def said(warm, tiny_target, tmp_path_factory):
     """What a process prints that has the document's package installed: a run of the conformance matrix, an answer by
     the drafter, one without it, and the document's example."""
     folder = tmp_path_factory.mktemp("installed")
@@ -50,13 +52,8 @@ def said(tiny_target, tmp_path_factory):
         for group, members in project["entry-points"].items()
     )
     (record / "entry_points.txt").write_text(points, encoding="utf-8")
-    path = os.pathsep.join([str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    script = tmp_path_factory.mktemp("script") / "example.py"
-    script.write_text(COMMANDS + example, encoding="utf-8")
     options = ["--model", tiny_target, "--max-tokens", "40", "--temperature", "0.8", "--seed", "3", "--json"]
-    command = [sys.executable, str(script), PROMPT, *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = warm.run(PROMPT, *options, code=COMMANDS.format(folder=str(folder)) + example)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split("END\n")
 

@@ -1,10 +1,8 @@
 """Loads models, each in a process forked for it, and prints what that did to its resident memory, in bytes: ``peak``
-and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds. The argument is JSON, a
-list of a path and options each."""
+and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds."""
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +27,7 @@ def measure(tiny, path, options):
 
 
 def main(cases):
+    """``cases``: paths and options."""
     torch.set_num_threads(1)  # a pool of threads does not outlive a fork
     with tempfile.TemporaryDirectory() as tiny:
         tiny_llama().save_pretrained(tiny)
@@ -40,7 +39,3 @@ def main(cases):
                 os._exit(0)
             if os.waitpid(child, 0)[1]:
                 raise SystemExit(f"{case} could not be measured")
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

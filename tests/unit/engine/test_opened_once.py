@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 from forerun.models.files.open import Checkpoint
 
@@ -37,9 +35,10 @@ assert opened["target/model.safetensors"] <= before + 1
 """
 
 
-def test_loading_reads_each_config_once():
+def test_loading_reads_each_config_once(warm):
     """In a process of its own, which has read nothing yet."""
-    subprocess.run([sys.executable, "-c", COUNT], check=True, timeout=200)
+    done = warm.run(code=COUNT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_kept_follows_the_files(tiny_target, tmp_path):

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,11 +27,13 @@ from refusals import refused
 pytestmark = pytest.mark.slow
 
 CHILD = """
-import contextlib, io, json, os, sys
+import contextlib, importlib, io, json, os, sys
+from huggingface_hub import constants
+importlib.reload(constants)
 from forerun.cli.main import run
 from forerun.core.errors import ForerunError
 from forerun.models.files.open import resolve
-for ask in json.load(sys.stdin):
+for ask in json.loads(sys.argv[1]):
     if isinstance(ask, list):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -49,24 +49,20 @@ for ask in json.load(sys.stdin):
             answer = {"error": str(error)}
     print("ANSWER" + json.dumps(answer), flush=True)
 """
-"""Resolves models and runs commands in a process of its own: huggingface_hub reads its environment once."""
+"""Resolves models and runs commands in a process of its own, where huggingface_hub reads its environment."""
 PICKLE = b"\x80\x04cos\nsystem\n(S'exit 3'\ntR."
 LARGE = b"GGUF" + bytes(24_000_000)
 """huggingface_hub writes pieces of 10 MB, from behind which it goes on."""
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def ask(url, cache, *requests, **env):
+def ask(warm, url, cache, *requests, **env):
     """``requests`` are arguments of ``resolve``, its only one, a command line, or a token for what follows."""
-    ours = {
-        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()
-    }
+    ours = {name: None for name in os.environ if name.startswith("HF_") or "proxy" in name.lower()}
     ours |= {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_ETAG_TIMEOUT": "2", "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
     ours |= env
     given = [{"path_or_id": each} if isinstance(each, str) else each for each in requests]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps(given), env=ours, capture_output=True, text=True, timeout=200
-    )
+    done = warm.run(json.dumps(given), code=CHILD, **ours)
     result = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
     assert len(result) == len(requests), done.stderr
     return result
@@ -78,7 +74,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ours(model, tiny_target, tmp_path_factory):
+def ours(warm, model, tiny_target, tmp_path_factory):
     """A hub, a home that has nothing yet, and what was downloaded there."""
     content = model.read_bytes()
     folder = tmp_path_factory.mktemp("parts")
@@ -108,8 +104,8 @@ def ours(model, tiny_target, tmp_path_factory):
         line = ["generate", "--model", "hf:own/tiny-gguf:q4_k_m", "the 12", "--max-tokens", "6"]
         line += ["--temperature", "0", "--ignore-eos", "--json"]
         result = ask(
-            state.url, home, "hf:own/tiny", "hf:own/tiny-gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf", "hf:own/parts:q8_0",
-            "own/tiny", line,
+            warm, state.url, home, "hf:own/tiny", "hf:own/tiny-gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf",
+            "hf:own/parts:q8_0", "own/tiny", line,
         )  # fmt: skip
         yield state, home, result
 
@@ -148,12 +144,12 @@ def test_commands_take_the_name(ours, model):
     assert list(expected) == json.loads(said["out"])["token_ids"]
 
 
-def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
+def test_a_hub_that_is_gone_does_not_take_what_is_here(warm, ours):
     _, home, result = ours
     for url, env in (("http://127.0.0.1:9", {}), (ours[0].url, {"HF_HUB_OFFLINE": "1"})):
         gguf, checkpoint, parts, absent, listed = ask(
-            url, home, "hf:own/tiny-gguf:Q4_K_M", "hf:own/tiny", "hf:own/parts", "hf:own/cut", "hf:own/tiny-gguf:q8_0",
-            **env,
+            warm, url, home, "hf:own/tiny-gguf:Q4_K_M", "hf:own/tiny", "hf:own/parts", "hf:own/cut",
+            "hf:own/tiny-gguf:q8_0", **env,
         )  # fmt: skip
         assert [gguf, checkpoint, parts] == [result[1], result[0], result[3]]
         assert "\n" not in absent["error"]
@@ -167,7 +163,7 @@ def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
         assert "no GGUF model q8_0; name one" in listed["error"]
 
 
-def test_hubs_that_fail_are_one_line_each_and_a_token_opens_what_asks_for_one(ours, tmp_path, model):
+def test_hubs_that_fail_are_one_line_each_and_a_token_opens_what_asks_for_one(warm, ours, tmp_path, model):
     """A download that breaks off goes on in the middle."""
     state, *_ = ours
     before = state.asked["range"]
@@ -189,7 +185,9 @@ def test_hubs_that_fail_are_one_line_each_and_a_token_opens_what_asks_for_one(ou
     revision = {"path_or_id": "hf:own/tiny", "revision": "v9"}
     right = {**revision, "revision": state.repositories["own/tiny"].commit}
     opened = "hf:own/token", "hf:own/gated", "hf:own/cut"
-    *result, _, first, second, third = ask(state.url, tmp_path, *cases, revision, right, {"HF_TOKEN": TOKEN}, *opened)
+    *result, _, first, second, third = ask(
+        warm, state.url, tmp_path, *cases, revision, right, {"HF_TOKEN": TOKEN}, *opened
+    )
     for answer, message in zip(result, cases.values()):
         assert message in answer["error"]
         assert "\n" not in answer["error"]
@@ -199,9 +197,9 @@ def test_hubs_that_fail_are_one_line_each_and_a_token_opens_what_asks_for_one(ou
     assert state.asked["range"] == before + 1
 
 
-def test_a_cache_that_cannot_be_written_is_named(ours, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(warm, ours, tmp_path):
     (tmp_path / "hub").write_text("")
-    (result,) = ask(ours[0].url, tmp_path, "hf:own/cut")
+    (result,) = ask(warm, ours[0].url, tmp_path, "hf:own/cut")
     assert result["error"].startswith(f"cannot write to {tmp_path}/hub: ")
 
 

@@ -91,13 +91,13 @@ def answering(lies):
     return Handler
 
 
-def test_nothing_is_written_outside_the_cache(tmp_path):
+def test_nothing_is_written_outside_the_cache(warm, tmp_path):
     home, outside = tmp_path / "a/b/home", tmp_path / "outside"
     home.mkdir(parents=True)
     outside.mkdir()
     lies = [Lie(seed, str(outside)) for seed in range(COUNT)]
     with serving(answering(lies)) as url:
-        answers = ask(url, home, *(f"hf:own/lie-{each}" for each in range(COUNT)), HF_HUB_DISABLE_TELEMETRY="1")
+        answers = ask(warm, url, home, *(f"hf:own/lie-{each}" for each in range(COUNT)), HF_HUB_DISABLE_TELEMETRY="1")
     for seed, answer in enumerate(answers):
         said = answer.get("error", "")
         assert said.isprintable(), (seed, said)
@@ -113,7 +113,7 @@ def test_nothing_is_written_outside_the_cache(tmp_path):
             assert {each.name for each in path.glob("snapshots/*")} <= {SHA}
 
 
-def test_what_is_refused_is_named(tmp_path):
+def test_what_is_refused_is_named(warm, tmp_path):
     lies = [Lie(0, "") for _ in range(4)]
     for lie in lies:
         lie.listing = json.dumps({"id": "own/x", "sha": SHA, "siblings": [{"rfilename": "m.gguf"}]})
@@ -123,7 +123,7 @@ def test_what_is_refused_is_named(tmp_path):
     lies[2].listing = lies[2].listing.replace("m.gguf", "../../m.gguf")
     lies[3].headers["X-Linked-Size"] = str(2**60)
     with serving(answering(lies)) as url:
-        answers = ask(url, tmp_path, *(f"hf:own/lie-{each}" for each in range(4)))
+        answers = ask(warm, url, tmp_path, *(f"hf:own/lie-{each}" for each in range(4)))
     tail = "which is not made of letters, digits and hyphens: it is not used"
     assert [each["error"] for each in answers[:3]] == [
         f"the hub {url} answers with the ETag '\"../../x\"', {tail}",

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from tiny import save_checkpoint, tiny_llama
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-CHILD = Path(__file__).parents[2] / "helpers" / "loading_child.py"
+CHILD = "import json, sys, loading_child; loading_child.main(json.loads(sys.argv[1]))"
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +48,12 @@ def large(tmp_path_factory):
     return folder
 
 
-def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
+def test_a_load_takes_what_stays_and_a_tensor(warm, large, tmp_path):
     """Resident memory at its peak, mapped pages included, of a folder, rounded and not, and of a GGUF file."""
     file = write_gguf(large, tmp_path / "large.gguf", torch.bfloat16)
     cases = [(large, {}), (file, {})]
     cases += [(large, {"quantization": "q8_0"})] if blocks.can_run() else []
-    command = [sys.executable, str(CHILD), json.dumps([(str(path), options) for path, options in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = warm.run(json.dumps([(str(path), options) for path, options in cases]), code=CHILD)
     assert done.returncode == 0, done.stderr
     result = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(result) == len(cases)
