@@ -151,9 +151,9 @@ def test_a_floor_that_cuts_in_the_middle(drafts, way):
     assert drafts(True, **way)[0] == expected
 
 
-@pytest.mark.parametrize("options", [{"causal": [True, False]}, {"group": 16, "markov": 4}])
-def test_blocks_and_what_they_read_are_graphs(target, tmp_path, monkeypatch, options):
+def test_blocks_and_what_they_read_are_graphs(target, tmp_path, monkeypatch):
     sizes = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "blocks": 2}
+    options = {"causal": [True, False], "group": 16, "markov": 4}
     head = TrainedDFlash(Sizes(32, len(ALPHABET), 1, 4, {**sizes, **options}))
     torch.manual_seed(1)
     for parameter in head.parameters():
