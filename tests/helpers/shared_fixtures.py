@@ -191,13 +191,13 @@ def few():
     with pytest.MonkeyPatch.context() as patch:
         turns = data.held_out()[:6]
         patch.setattr(data, "held_out", lambda: turns)
-        patch.setattr(kinds, "HELD_OUT_ROWS", 4)
+        patch.setattr(kinds, "HELD_OUT_ROWS", 1)
         yield
 
 
 @pytest.fixture(scope="module")
 def few_turns():
-    """A few of the held-out turns and rows, so that a tuning takes seconds."""
+    """A few of the held-out turns and one row, so that a tuning takes seconds."""
     with few():
         yield
 
