@@ -120,7 +120,7 @@ def _answer(engine: Engine, job: Job, beam: Hypothesis | None, error: str | None
         if job.stopper.detokenizer is not None:
             job.stopper.detokenizer.add(finish.text_tokens(tokens))
     engine.end(job, finish, now)
-    return Update(job, tokens, 0, finish)
+    return Update(job, tokens, finish)
 
 
 def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:

@@ -340,7 +340,7 @@ class Engine:
         jobs = [job for root in roots for job in root.peers or [root]]
         for job in jobs:
             self.end(job, Finish(ERROR, message))
-        return [Update(job, [], 0, job.finish) for job in jobs]
+        return [Update(job, [], job.finish) for job in jobs]
 
     def pause(self, job: Job) -> None:
         """Takes an unfinished request off the engine and frees its pages. ``resume`` queues it to be recomputed."""
@@ -411,14 +411,14 @@ class Engine:
                 if self.target.attention.pool.has_nan(sequence.id, sequence.num_computed_tokens - verdict.fed):
                     # No logits of these rows are looked at, and others must not get their cache entries.
                     self.end(job, Finish(ERROR, NAN), now)
-                    updates.append(Update(job, [], 0, job.finish))
+                    updates.append(Update(job, [], job.finish))
                 continue
             if sequence.params.logprobs is not None and verdict.tokens:
                 job.logprobs.extend(emitted_logprobs(result.verification, index, verdict, self.config.logprobs_mode))
             self.count(job, draft, verdict, sequence.id in prefilling, now)
             if job.stopper.finish is not None:
                 self.end(job, job.stopper.finish, now)
-            updates.append(Update(job, verdict.tokens, verdict.accepted, job.finish))
+            updates.append(Update(job, verdict.tokens, job.finish))
         return updates
 
     def count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:

@@ -332,7 +332,6 @@ class GrammarCompiler:
             raise ConfigError("structured output needs llguidance: pip install 'forerun[serve]'") from None
         if tokenizer is None or not eos_ids:
             raise ConfigError("structured output needs a tokenizer and a token that ends the text")
-        self.vocab_size = vocab_size
         self.eos_ids = sorted(eos_ids)
         self.longest = longest
         self.memory = memory

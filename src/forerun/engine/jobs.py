@@ -13,9 +13,8 @@ from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import Finish, Stopper
-from forerun.kernels.gpu import send
+from forerun.kernels.gpu import send, to_host
 from forerun.models.text.tokenizer import Detokenizer, token_text
-from forerun.sampling.draw import to_host
 from forerun.speculate.accept.compare import take
 from forerun.speculate.verify import Verification
 
@@ -150,5 +149,4 @@ class Update:
 
     job: Job
     tokens: list[int]
-    accepted: int
     finish: Finish | None

@@ -104,6 +104,12 @@ class HostCopy:
         ids.copy_(torch.where(ids < 0, self.numbers[(-1 - ids).clamp_(min=0)], ids))
 
 
+def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
+    """The numbers of several tensors, which travel together."""
+    copies = [HostCopy(tensor) for tensor in tensors]
+    return [copy.read().tolist() for copy in copies]
+
+
 class Laps:
     """A clock for the parts of a round, the first of which begins now. On a GPU it is the device's own: calls return
     before their kernels have run. The last part ends with the round, by the host's clock."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 import torch
 
+from forerun.kernels.gpu import to_host
 from forerun.sampling.noise import Gumbel, fold, target_key, uniform
 from forerun.sampling.warp import Row
 
@@ -126,18 +126,6 @@ def argmax(scores: torch.Tensor) -> tuple[list[float], list[int]]:
     ids = scores.argmax(dim=1, keepdim=True)
     tops, indices = to_host(scores.gather(1, ids)[:, 0], ids[:, 0])
     return tops, indices
-
-
-def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
-    """The values of several vectors, in one transfer from the device."""
-    if tensors[0].device.type == "cpu":
-        return [tensor.tolist() for tensor in tensors]
-    values = torch.cat([tensor.double() for tensor in tensors]).tolist()
-    result = []
-    for tensor in tensors:
-        part, values = values[: len(tensor)], values[len(tensor) :]
-        result.append(part if tensor.is_floating_point() else [int(value) for value in part])
-    return result
 
 
 def node_key(purpose: int, row: Row, root: int, parent: int, trial: int = 0) -> int:

@@ -240,7 +240,6 @@ def _results(output: Output) -> torch.Tensor:
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def _key(model: TiledModel, head: bool) -> str:
     """A text that changes with all that ``_compare`` depends on: shapes, layouts, and the weights' values, by what the
     compared layers make of one row."""

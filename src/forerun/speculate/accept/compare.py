@@ -11,9 +11,9 @@ import torch
 
 from forerun.core.batch import Scores
 from forerun.core.tree import POINT_MASS
-from forerun.kernels.gpu import HostCopy, send
+from forerun.kernels.gpu import HostCopy, send, to_host
 from forerun.sampling.compiled import CompiledSampling
-from forerun.sampling.draw import Sampler, probabilities, target_keys, to_host
+from forerun.sampling.draw import Sampler, probabilities, target_keys
 from forerun.sampling.warp import Row
 
 if TYPE_CHECKING:
