@@ -63,17 +63,21 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 def _restrict(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Temperature and filters through a kernel."""
-    temperatures = [row.effective_temperature for row in rows]
-    params = [row.sequence.params for row in rows]
-    if not any(temperature != 1.0 or each.filters for temperature, each in zip(temperatures, params) if temperature):
+    options = restrictions(rows)
+    if not any(each != 1.0 or row.sequence.params.filters for each, row in zip(options[0], rows) if each):
         return logits
-    thresholds = [threshold for each in params for threshold in (each.min_p, each.top_p)]
-    arguments = logits, temperatures, thresholds, [each.top_k for each in params]
     if compiled.can_sample(logits.device):
-        return compiled.restrict(*arguments)
+        return compiled.restrict(logits, *options)
     from forerun.sampling import triton  # which not every system has
 
-    return triton.restrict(*arguments)
+    return triton.restrict(logits, *options)
+
+
+def restrictions(rows: Sequence[Row]) -> tuple[list[float], list[float], list[int]]:
+    """As kernels take them: each row's temperature, its min-p and its top-p in turns, and its top-k."""
+    params = [row.sequence.params for row in rows]
+    thresholds = [threshold for each in params for threshold in (each.min_p, each.top_p)]
+    return [row.effective_temperature for row in rows], thresholds, [each.top_k for each in params]
 
 
 def edit(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

@@ -31,7 +31,7 @@ from forerun.kernels.structs import PassStruct
 from forerun.models.run.fused import Fused
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
-from forerun.sampling.warp import Row
+from forerun.sampling.warp import Row, restrictions
 from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.levels import StepsConfig
 
@@ -262,9 +262,8 @@ class ChainRunner:
             batch = _append(batch, dict(zip(with_logits, guess.first)))
         wide = 0 if guess is None else guess.max_rows
         prepared = self.fused.prepare(batch, attention, embeds, ahead=longest, wide=wide)
-        temperatures = array("f", [self.chooser.row(sequence).effective_temperature for sequence in chosen])
-        thresholds = array("f", [each for s in chosen for each in (s.params.min_p, s.params.top_p)])
-        top_ks = array("q", [sequence.params.top_k for sequence in chosen])
+        options = restrictions([self.chooser.row(sequence) for sequence in chosen])
+        temperatures, thresholds, top_ks = array("f", options[0]), array("f", options[1]), array("q", options[2])
         tables = array("q", [prepared.plan.table_starts[i] for i in with_logits])
         width = self.fused.vocab_size if self.output_ids is None else self.chooser.sampler.vocab_size
         samples = any(temperatures)

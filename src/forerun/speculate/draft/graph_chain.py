@@ -29,6 +29,7 @@ from forerun.models.run.fused import RAW
 from forerun.models.run.graphs import Numbers, Padded, Steps, bucket
 from forerun.sampling import triton as sampling
 from forerun.sampling.noise import target_key
+from forerun.sampling.warp import restrictions
 from forerun.speculate.draft.base import Chooser
 from forerun.speculate.draft.levels import StepsConfig
 
@@ -145,15 +146,14 @@ class Bucket:
         for name in ("steps", "depths", "options", "keys"):
             host[name][:] = 0
         host["depths"][: len(chosen)] = depths
-        temperatures = [chooser.row(sequence).effective_temperature for sequence in chosen]
-        thresholds = [each for s in chosen for each in (s.params.min_p, s.params.top_p)]
-        options = sampling.options(temperatures, thresholds, [sequence.params.top_k for sequence in chosen])
+        restricted = restrictions([chooser.row(sequence) for sequence in chosen])
+        options = sampling.options(*restricted)
         host["options"][: options.size] = options.view(np.int32).ravel()
         keys = host["keys"].reshape(-1, rows, 3)
         for step in range(max(depths)):
             keys[step, : len(chosen)] = sampling.halves([
                 target_key(s.seed, len(s.tokens) + step) if temperature else None
-                for s, temperature in zip(chosen, temperatures)
+                for s, temperature in zip(chosen, restricted[0])
             ])  # fmt: skip
         host["now"][:] = keys[0].ravel()
 
