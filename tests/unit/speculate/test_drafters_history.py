@@ -143,7 +143,7 @@ def test_automaton_follows_the_longest_match_of_another_text(seed):
     automaton = automaton_of([known])
     state = length = 0
     for end in range(1, len(text) + 1):
-        state, length = automaton.advance(state, length, text[end - 1])
+        state, length = automaton.advance(state, length, [text[end - 1]])
         longest = max(n for n in range(end + 1) if n == 0 or occurrences(text[end - n : end], known))
         assert length == longest
     for end in range(1, len(known) + 1):

@@ -9,7 +9,7 @@ names are vLLM's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, log
 from pathlib import Path
@@ -103,14 +103,16 @@ class Automaton:
             state = self.link[state]
         return clone
 
-    def advance(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """State and length of the longest match of a text's end after one more token, given those before it,
+    def advance(self, state: int, matched: int, tokens: Iterable[int]) -> tuple[int, int]:
+        """State and length of the longest match of a text's end after more tokens, given those before them,
         ``state`` and ``matched``."""
-        while state != ROOT and token not in self.next[state]:
-            state = self.link[state]
-            matched = self.length[state]
-        after = self.next[state].get(token)
-        return (ROOT, 0) if after is None else (after, matched + 1)
+        for token in tokens:
+            while state != ROOT and token not in self.next[state]:
+                state = self.link[state]
+                matched = self.length[state]
+            after = self.next[state].get(token)
+            state, matched = (ROOT, 0) if after is None else (after, matched + 1)
+        return state, matched
 
     def suffix(self) -> tuple[int, int]:
         """State and length of the longest suffix of the current list that also occurs elsewhere."""
@@ -210,9 +212,7 @@ class Text:
         self.seen.extend(tokens)
 
     def match(self, tail: Sequence[int]) -> Match:
-        state, length = self.automaton.suffix()
-        for token in tail:
-            state, length = self.automaton.advance(state, length, token)
+        state, length = self.automaton.advance(*self.automaton.suffix(), tail)
         return Match(self.automaton, state, length, max(1, self.automaton.counts[state]))
 
 
@@ -249,11 +249,9 @@ class TextBlock:
         # New outputs may have split the state: go back to the one that has a substring of this length.
         while state != ROOT and length <= automaton.length[automaton.link[state]]:
             state = automaton.link[state]
-        for token in seen[max(num_matched, len(seen) - reach) :]:
-            state, length = automaton.advance(state, length, token)
+        state, length = automaton.advance(state, length, seen[max(num_matched, len(seen) - reach) :])
         self.cursors[key] = (len(seen), state, length)
-        for token in tail:
-            state, length = automaton.advance(state, length, token)
+        state, length = automaton.advance(state, length, tail)
         return Match(automaton, state, length, automaton.counts[state] + 1, self)
 
 
