@@ -10,6 +10,7 @@ from forerun.core.errors import RequestError
 from forerun.engine import async_engine
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.client import ClosedError, QueueFullError
+from forerun.serve.stream import merge
 
 PROMPT = "def parse("
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=160, ignore_eos=True)
@@ -139,7 +140,7 @@ def test_cancelling_the_reader_aborts(engine, served):
         started = asyncio.Event()
 
         async def consume():
-            async for _ in engine.generate(served.tokenizer.encode(PROMPT), LONG):
+            async for _ in merge([await engine.submit(served.tokenizer.encode(PROMPT), LONG)]):
                 started.set()
                 await asyncio.sleep(0.01)
 

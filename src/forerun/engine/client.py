@@ -399,15 +399,6 @@ class EngineClient(ABC):
             raise
         return stream
 
-    async def generate(self, prompt: Sequence[int], params: Params, **choices: Any) -> AsyncIterator[Delta]:
-        """Submits a request and yields its deltas. Leaving the loop early, by ``aclose`` or cancellation, aborts it."""
-        stream = await self.submit(prompt, params, **choices)
-        try:
-            async for delta in stream:
-                yield delta
-        finally:
-            stream.abort()
-
     async def drain(self, seconds: float) -> None:
         """Takes no new requests and waits for the present ones. After ``seconds``, the unfinished fail with
         ClosedError."""

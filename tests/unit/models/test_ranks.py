@@ -432,7 +432,7 @@ def test_a_killed_rank_ends_the_engine_with_one_line(engine):
 
     async def ask():
         server = AsyncEngine(engine.engine)
-        deltas = [delta async for delta in server.generate([5, 6], SamplingParams(max_tokens=4))]
+        deltas = [delta async for delta in await server.submit([5, 6], SamplingParams(max_tokens=4))]
         ready = server.ready
         server.close()
         return ready, str(deltas[-1].finish)
