@@ -39,13 +39,17 @@ def service(served):
     made.close()
 
 
+def asked(text):
+    return {"messages": [{"role": "user", "content": text}], "tools": []}
+
+
 CALLS = {
     "count": (lambda text: text.encode(LONG, counted=True), lambda text: text.encode("a = 1", counted=True)),
     "encode": (lambda text: text.encode(LONG), lambda text: text.encode("a = 1")),
     "decode": (lambda text: text.decode([5] * 9000), lambda text: text.decode([5] * 9)),
     "chat": (
-        lambda text: text.encode_chat([{"role": "user", "content": LONG}]),
-        lambda text: text.encode_chat([{"role": "user", "content": "hi"}]),
+        lambda text: text.encode_chat(asked(LONG)),
+        lambda text: text.encode_chat(asked("hi")),
     ),
     "offsets": (lambda text: text.offsets([5] * 9000, "x"), lambda text: text.offsets([5] * 9, "x")),
 }
@@ -126,7 +130,7 @@ def test_what_cannot_fit_is_not_tokenised_to_its_end(service):
         assert counting.characters <= most
         counting.characters = 0
         with pytest.raises(ContextLengthError) as caught:
-            asyncio.run(service.encode_chat([{"role": "user", "content": text}]))
+            asyncio.run(service.encode_chat(asked(text)))
         assert caught.value.param == "messages"
         assert counting.characters <= most
 
@@ -160,10 +164,9 @@ def test_a_text_to_be_counted_has_its_bound(service, monkeypatch):
     monkeypatch.setattr(text_module, "MAX_CHARACTERS", 50_000)
     assert len(asyncio.run(service.encode("a" * 50_000, counted=True))) > service.limit
     counting = service.long.tokenizer = Counting(service.long.tokenizer)
-    chat = [{"role": "user", "content": "a" * 50_001}]
     for refused in (
         lambda: service.encode("a" * 50_001, counted=True),
-        lambda: service.encode_chat(chat, counted=True),
+        lambda: service.encode_chat(asked("a" * 50_001), counted=True),
     ):
         with pytest.raises(RequestError, match="more than 50000: send it in parts"):
             asyncio.run(refused())

@@ -371,10 +371,11 @@ class AnthropicReply(ChatReply):
     """``most`` is the request's ``max_tokens``."""
 
     id_prefix = "msg_"
+    parsed = True
 
     def __init__(self, *arguments: Any, most: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parsed, self.most = True, most
+        self.most = most
         self.content: list[Any] = []
         self.arguments = ""
         """Of the latest call."""
@@ -491,9 +492,5 @@ def install(app: FastAPI, models: Models) -> None:
     @app.post("/v1/messages/count_tokens", responses=responses(*BODY, 503, answer=InputTokens, error=AnthropicError))
     async def count_tokens(body: CountRequest, request: Request) -> InputTokens:
         server = await models.served(request, body)
-        chat = body.chat()
-        tools = [tool.plain() for tool in chat.offered()]
-        options = chat.template_options(server.text.has_variable)
-        plain = [message.plain() for message in chat.messages]
-        tokens = await server.text.encode_chat(plain, tools, counted=True, **options)
-        return InputTokens(input_tokens=len(tokens))
+        conversation = body.chat().conversation(server.text.has_variable)
+        return InputTokens(input_tokens=len(await server.text.encode_chat(conversation, counted=True)))

@@ -128,9 +128,8 @@ def _invalid(error: RequestValidationError, content_type: str | None) -> ApiErro
     name = _path(error.body, loc, kind == "missing")
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
-    message = "must be an object" if kind in NOT_AN_OBJECT else first["msg"].removeprefix("Value error, ")
-    message = message.replace(" after validation", "")
-    return ApiError(400, f"{name}: {message}" if name else message, param=name, code=kind)
+    message = "must be an object" if kind in NOT_AN_OBJECT else first["msg"]
+    return _about(name, message, kind)
 
 
 def converted(model: type[M], given: Mapping[str, Any], field_of: Callable[[str], str | None]) -> M:
@@ -140,8 +139,13 @@ def converted(model: type[M], given: Mapping[str, Any], field_of: Callable[[str]
     except ValidationError as error:
         first = error.errors()[0]
         param = field_of(".".join(str(part) for part in first["loc"][:1]))
-        message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-        raise ApiError(400, f"{param}: {message}" if param else message, param=param, code=first["type"]) from None
+        raise _about(param, first["msg"], first["type"]) from None
+
+
+def _about(param: str | None, message: str, code: str) -> ApiError:
+    """The error of a field, from pydantic's message."""
+    message = message.removeprefix("Value error, ").replace(" after validation", "")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def _is_json(content_type: str | None) -> bool:

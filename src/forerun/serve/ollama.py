@@ -375,10 +375,8 @@ class Lines(Reply):
 
 class OllamaChatReply(Lines, ChatReply):
     line: type[OllamaLine] = OllamaChatAnswer
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.parsed, self.sent = True, 0
+    sent = 0
+    """Calls that lines had."""
 
     def calls(self, *, last: bool) -> list[OllamaToolCall]:
         parser = self._parsers[0] if self.line is OllamaChatAnswer else None

@@ -375,12 +375,12 @@ class ResponseReply(ChatReply):
     """Answers ``request``. ``keep`` is called with the finished answer."""
 
     id_prefix = "resp_"
+    parsed = True
 
     def __init__(
         self, *arguments: Any, request: ResponseRequest, keep: Callable[[answers.Response], None], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.parsed = True
         self.request = request
         self.keep = keep
         self.output: list[OutputItem] = []

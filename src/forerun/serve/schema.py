@@ -634,11 +634,13 @@ class ChatRequest(Generation):
     def session(self) -> str | None:
         return self.prompt_cache_key or self.user
 
-    def template_options(self, known: Callable[[str], bool]) -> dict[str, Any]:
-        """Returns the options of ``render_chat``. ``known`` is as in ``ignored``."""
+    def conversation(self, known: Callable[[str], bool]) -> dict[str, Any]:
+        """Returns the arguments of ``render_chat``. ``known`` is as in ``ignored``."""
         given = {name: getattr(self, name) for name in VARIABLES if getattr(self, name) is not None and known(name)}
         begins = self.add_generation_prompt
         return {
+            "messages": [message.plain() for message in self.messages],
+            "tools": [tool.plain() for tool in self.offered()],
             "chat_template_kwargs": {**given, **(self.chat_template_kwargs or {})},
             "continue_final_message": self.continue_final_message,
             "add_generation_prompt": not self.continue_final_message if begins is None else begins,

@@ -151,9 +151,7 @@ class Server:
         """``options`` are those of the class ``reply``."""
         body.settle(self.defaults)
         tools = body.offered()
-        messages = [message.plain() for message in body.messages]
-        options_of_template = body.template_options(self.text.has_variable)
-        ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools], **options_of_template)
+        ids = await self.text.encode_chat(body.conversation(self.text.has_variable))
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=body.prompt_logprobs)

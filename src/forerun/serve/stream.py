@@ -415,7 +415,7 @@ class ChatReply(Reply):
         super().__init__(server, streams, body, *arguments)
         self.calls_only = body.must_call
         self._parsers = [self.text.answer_parser(prompt, body) for _ in self.choices]
-        self.parsed = self._parsers[0] is not None
+        self.parsed = self.parsed or self._parsers[0] is not None
 
     def _opening_events(self) -> list[str]:
         delta = answers.ChatDelta(role="assistant", content="")

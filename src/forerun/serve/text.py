@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
-from forerun.models.text.chat import Message, knows_tools, render_chat
+from forerun.models.text.chat import knows_tools, render_chat
 from forerun.models.text.infill import Hole, Infill
 from forerun.models.text.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.text.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
@@ -157,35 +157,28 @@ class TextService:
         before = max(0, detokenizer.text.find(text))
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        counted: bool = False,
-        **options: Any,
-    ) -> list[int]:
-        """Returns a conversation's tokens, as ``encode`` does; ``options`` are those of ``render_chat``. Raises
-        RequestError also without a chat template, or if it refuses the messages."""
-        size, render = self._rendering(messages, tools, options)
+    async def encode_chat(self, conversation: Mapping[str, Any], *, counted: bool = False) -> list[int]:
+        """Returns a conversation's tokens, as ``encode`` does, of the arguments of ``render_chat``. Raises RequestError
+        also without a chat template, or if it refuses the messages."""
+        size, render = self._rendering(conversation)
         return await self.run(size, self._encode_chat, render, counted)
 
-    async def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any) -> str:
+    async def render(self, conversation: Mapping[str, Any]) -> str:
         """Returns a conversation's prompt. The rest is as in ``encode_chat``."""
-        size, render = self._rendering(messages, tools, options)
+        size, render = self._rendering(conversation)
         return await self.run(size, render)
 
-    def _rendering(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], options: dict[str, Any]
-    ) -> tuple[int, Callable[..., str]]:
+    def _rendering(self, conversation: Mapping[str, Any]) -> tuple[int, Callable[..., str]]:
         """Returns the size of a conversation, and what renders it with a tokenizer."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
-        size = sum(len(message["content"]) + _json_length(message.get("tool_calls")) for message in messages)
-        render = partial(render_chat, messages=list(messages), tools=tools, chat_template=self.own_template, **options)
-        return size + _json_length(tools), render
+        size = sum(
+            len(message["content"]) + _json_length(message.get("tool_calls")) for message in conversation["messages"]
+        )
+        render = partial(render_chat, chat_template=self.own_template, **conversation)
+        return size + _json_length(conversation["tools"]), render
 
     def _encode_chat(self, tokenizer: Any, render: Callable[..., str], counted: bool) -> list[int]:
         text = render(tokenizer)

@@ -123,7 +123,7 @@ def install(app: FastAPI, models: Models) -> None:
         text = server.text
         if body.messages is not None:
             messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
-            tokens = await text.encode_chat(messages, tools, counted=True)
+            tokens = await text.encode_chat({"messages": messages, "tools": tools}, counted=True)
         elif body.content is not None:
             tokens = await text.encode(body.content, special=body.add_special, counted=True)
         else:
@@ -144,8 +144,7 @@ def install(app: FastAPI, models: Models) -> None:
     @app.post("/apply-template", responses=responses(*BODY, 503, answer=RenderedChat))
     async def apply_template(body: ChatRequest, request: Request) -> dict[str, Any]:
         text = (await models.served(request, body)).text
-        messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.offered()]
-        return {"prompt": await text.render(messages, tools, **body.template_options(text.has_variable))}
+        return {"prompt": await text.render(body.conversation(text.has_variable))}
 
     @app.get("/tokenizer_info", responses=responses(*BODY, 503, answer=TokenizerInfo))
     async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
