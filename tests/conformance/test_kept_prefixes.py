@@ -13,7 +13,7 @@ from hybrids import KINDS, MIXTURES
 
 LONGEST = 144
 PAGE_SIZE = 8
-BURSTS = 6
+BURSTS = 4
 DRAFTS = {
     "plain": [],
     "ngram": [{"method": "ngram", "num_speculative_tokens": 4}],

@@ -10,14 +10,11 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from forerun import SamplingParams
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
 from forerun.engine.stop import ABORT
-from hybrids import KINDS
 
 CONCURRENCY = 32
 PAGE_SIZE = 8
@@ -185,18 +182,3 @@ def test_soak(engine, tiny_draft):
     assert stats.preemptions > 20
     assert 0 < stats.prefix_hits < stats.prefix_queries
     assert stats.num_accepted_tokens > 50
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_soak_of_a_model_with_state(engine, hybrid, kind):
-    """Its drafts keep a state, too."""
-    drafters = [
-        {"method": "draft_model", "model": hybrid("lfm2"), "num_speculative_tokens": 3},
-        {"method": "suffix"},
-        {"method": "staged", "model": hybrid(kind), "num_speculative_tokens": 3},
-    ]
-    alone = engine(model=hybrid(kind), max_num_seqs=1, max_model_len=LONGEST)
-    stats = serve(alone, drafters, bursts=1, size=45, seed=1, num_pages=40, options=OPTIONS)
-    assert stats.preemptions > 10
-    assert stats.state_hits > 5
-    assert stats.num_accepted_tokens > 20
