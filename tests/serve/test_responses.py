@@ -21,15 +21,8 @@ PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 KINDS = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
 ASK = {"input": "hi", "max_output_tokens": 12, "temperature": 0.8, "seed": 7}
 ASK_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0.8, "seed": 7}
-TEMPLATE_OF_TOOLS = HERMES.replace("in tools", "in tools or []")
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-
-
-@pytest.fixture(scope="module")
-def hermes(served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
-        yield running
 
 
 @pytest.fixture
@@ -332,7 +325,7 @@ def test_text_before_a_call_is_a_message_before_it(served, monkeypatch):
 
     monkeypatch.setattr(ResponseReply, "_choice_events", mixed)
     body = {"input": "hi", "tools": FLAT, "max_output_tokens": 3, "stop_token_ids": [], "seed": 1}
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
         answer = running.post(PATH, body).json()
         events = events_of(running.post(PATH, {**body, "stream": True}).text)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call", "message", "function_call"]

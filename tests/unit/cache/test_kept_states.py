@@ -61,60 +61,6 @@ def test_eight_drafted_tokens_take_little_memory(state, layers, token):
     assert drafted.bytes_per_sequence + pages <= 1.3 * (plain.bytes_per_sequence + pages)
 
 
-def test_a_rollback_moves_a_length_and_keeps_records():
-    of = pool()
-    feed(of, Span(0, 0, [1] * 9, settled=9))
-    feed(of, Span(0, 9, [1] * 4, settled=10))
-    of.truncate(0, 11)
-    assert of.length(0) == 11
-    assert [held(of, 0, entry) for entry in range(8, 11)] == [8, 9, 10]
-    replay = of.states.plan(Batch([Span(0, 11, [1, 1], settled=12)]))
-    (run,) = replay.runs
-    assert run.before == [-1, 0, 1]
-    assert run.rows == [-1, 0, 1]
-    assert (run.settled, run.length) == (1, 12)
-
-
-def test_further_back_than_the_checkpoint_all_is_read_again():
-    of = pool()
-    feed(of, Span(0, 0, [1] * 9, settled=9))
-    of.truncate(0, 9)
-    assert of.length(0) == 9
-    of.truncate(0, 7)
-    assert of.length(0) == 0
-    assert of.states.lengths[0] == 0
-    of.check()
-
-
-def test_accepted_nodes_of_a_tree_move_together():
-    of = pool(depth=6)
-    feed(of, Span(0, 0, [1, 1], settled=2))
-    feed(of, Span(0, 2, [1] * 6, [-1, 0, 0, 1, 2, 2], settled=3))
-    assert of.keep(0, 3, [1, 4]) == 2
-    assert [held(of, 0, entry) for entry in range(2, 5)] == [2, 4, 7]
-
-
-def test_records_of_ancestors_are_read():
-    of = pool(depth=6)
-    feed(of, Span(0, 0, [1] * 3, settled=3))
-    replay = of.states.plan(Batch([Span(0, 3, [1] * 4, [-1, 0, 0, 1], settled=4)]))
-    ring = of.states.slots[0] * of.states.ring
-    assert [(index - ring) % of.states.ring for index in replay.read.tolist()] == [1, 2]
-    assert replay.taps.tolist() == [[4, 5, 0], [5, 0, 1], [5, 0, 2], [0, 1, 3]]
-
-
-def test_a_fork_has_what_its_source_has():
-    of = pool()
-    feed(of, Span(0, 0, [1] * 6, settled=4))
-    of.states.checkpoints[1][of.states.slots[0]] = 7.0
-    of.fork(0, 1, 6)
-    assert of.states.lengths[1] == 4
-    assert [held(of, 1, entry) for entry in range(2, 6)] == [2, 3, 4, 5]
-    assert bool((of.states.checkpoints[1][of.states.slots[1]] == 7.0).all())
-    of.free(0)
-    of.check()
-
-
 def test_there_is_room_for_so_many_sequences_and_a_new_one_begins_at_nothing():
     of = pool(count=2)
     feed(of, Span(0, 0, [1] * 3, settled=3))
@@ -137,14 +83,6 @@ def test_a_draft_larger_than_the_records_and_a_row_before_the_checkpoint_are_ref
     with pytest.raises(ValueError, match="5 entries that may be taken back, where 4 are kept"):
         of.states.plan(Batch([Span(0, 3, [1] * 6, [-1, 0, 1, 1, 1, 1], settled=4)]))
     refused(ValueError, "from entry 2 on, where the state covers 3", of.states.plan, Batch([Span(0, 2, [1])]))
-
-
-def test_layers_that_are_left_out_keep_everybodys_checkpoint():
-    of = pool()
-    feed(of, Span(0, 0, [1] * 3, settled=3))
-    of.reserve(0, 6)
-    replay = of.states.plan(Batch([Span(0, 3, [1, 1])], layers=(0, 1)))
-    assert replay.runs[0].length == 3
 
 
 def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_begins_with_it():

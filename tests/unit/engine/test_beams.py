@@ -10,7 +10,7 @@ from forerun import BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.request import Beams, RequestState
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.beams import Continuation, Outcome, finished, step
+from forerun.speculate.beams import Continuation, Outcome, finished
 from forerun.speculate.rollback import roll_back
 from refusals import refused
 
@@ -35,15 +35,6 @@ def group(**given):
     root = RequestState(0, [1, 2], 2, None, seed=0, max_tokens=2 + 8)
     options = {"width": 2, "length_penalty": 1.0, "early_stopping": False, "ends": frozenset({9}), **given}
     return Beams(root, new_id=lambda: 1, **options)
-
-
-def test_a_step_keeps_the_best_and_ends_only_what_is_among_them():
-    rows = [([9, 3, 4, 5], [-0.1, -1.0, -2.0, -3.0]), ([6, 9, 7, 8], [-0.2, -0.3, -4.0, -5.0])]
-    live, ended = step(group(), [-1.0, -1.5], rows, 3)
-    assert ended == [Continuation(0, 9, -1.1)]  # the other end comes third of two
-    assert live == [Continuation(1, 6, -1.7), Continuation(0, 3, -2.0)]
-    live, ended = step(group(), [-1.0, -1.5], rows, 8)
-    assert (live, ended) == ([], [Continuation(0, 9, -1.1), Continuation(1, 6, -1.7)])  # no room for more
 
 
 @pytest.mark.parametrize(
@@ -160,13 +151,6 @@ def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(drafting, m
     assert model.beam_search(PROMPT, SEARCH)[0].metrics.draft_error is None
 
 
-@pytest.mark.parametrize("length", ["adaptive"])
-def test_other_length_policies(llm, tiny_draft, plain, length):
-    model = llm({**DRAFT, "model": tiny_draft, "length": length}, page_size=8)
-    for _ in range(3):
-        assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
-
-
 def test_a_policy_learns_how_far_a_group_came(drafting, plain, monkeypatch):
     """One token a step, whichever beams go on."""
     model, seen, forked = drafting(page_size=8), [], []
@@ -230,17 +214,6 @@ def entries(pool, key):
     keys, values = pool.gather(0, torch.tensor(pool.block_tables[key]))
     assert torch.equal(keys, -values)
     return [int(value) for value in keys[0, : pool.length(key), 0].tolist()]
-
-
-def test_a_tree_is_rolled_back_on_shared_pages():
-    pool = Pool([KVShape(1, 1, 1)], 12, 4, torch.float32)
-    filled(pool, 1, 11)
-    pool.fork(1, 2, 11)
-    assert pool.keep(2, 6, [1, 3, 4]) == 3
-    assert (entries(pool, 1), entries(pool, 2)) == ([*range(1, 12)], [1, 2, 3, 4, 5, 6, 8, 10, 11])
-    assert pool.keep(1, 6, [0, 2]) == 2
-    assert (entries(pool, 1), entries(pool, 2)) == ([1, 2, 3, 4, 5, 6, 7, 9], [1, 2, 3, 4, 5, 6, 8, 10, 11])
-    pool.check()
 
 
 def test_what_has_no_page_to_move_to_is_forgotten():

@@ -28,6 +28,7 @@ def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
     names = [f"draft_model model={model}" for model in models]
     for rows in (result["estimates"], result["measured"][:2]):
         assert [row["method"] for row in rows] == names
+    assert [(row["method"], row["k"]) for row in result["predictions"]] == [*product(names, (1, 2))]
     same, other = (row["match_rate"] for row in result["estimates"])
     assert other < same == 1
     assert [row["config"] for row in result["usual"]] == [{"method": "draft_model", "model": m} for m in models]

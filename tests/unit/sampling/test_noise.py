@@ -162,25 +162,12 @@ def test_a_row_is_the_same_alone_and_among_others(vocab, count, threads):
         torch.set_num_threads(before)
 
 
-def test_a_wider_vocabulary_has_the_same_entries():
-    key = target_key(1, 2)
-    assert torch.equal(Gumbel(100).rows([key])[0], Gumbel(3000).rows([key])[0, :100])
-
-
 def test_a_full_store_forgets_without_changing():
     noise, fresh = Gumbel(50, capacity=4), Gumbel(50)
     keys = [target_key(0, position) for position in range(9)]
     assert torch.equal(noise.rows(keys), fresh.rows(keys))
     assert torch.equal(noise.rows(keys[::-1]), fresh.rows(keys[::-1]))
     assert sum(key in noise for key in keys) <= 4
-
-
-def test_asking_twice_for_one_key():
-    noise = Gumbel(50)
-    one = noise.rows([7])[0].clone()
-    both = noise.rows([7, 7])
-    assert torch.equal(both[0], one)
-    assert torch.equal(both[1], one)
 
 
 def test_uniform_stays_below_one():

@@ -7,7 +7,7 @@ from scipy import stats
 
 from forerun import SamplingParams
 from forerun.core.request import RequestState
-from forerun.sampling.draw import Sampler, argmax, invert
+from forerun.sampling.draw import Sampler, invert
 from forerun.sampling.noise import target_key
 from forerun.sampling.warp import Row
 from here import where
@@ -72,26 +72,6 @@ def test_draws_follow_their_weights(size):
     drawn = sampler.draw(weights.expand(4000, size), keys)
     counts = [int((drawn == token).sum()) for token in (0, 1, size - 2, size - 1)]
     assert stats.chisquare(counts, [2000, 400, 800, 800]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_best_is_the_first_maximum(size):
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randint(0, 50, (6, size), generator=generator).float()
-    values, ids = argmax(scores)
-    for row, value, token in zip(scores.numpy(), values, ids):
-        assert token == int(row.argmax())
-        assert value == row.max()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_best_shows_faulty_rows(size):
-    scores = torch.zeros(2, size)
-    scores[0, size - 1] = float("nan")
-    scores[1] = -float("inf")
-    values, _ = argmax(scores)
-    assert values[0] != values[0]
-    assert values[1] == -float("inf")
 
 
 @pytest.fixture(params=["kernel", "torch"])
