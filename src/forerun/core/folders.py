@@ -162,6 +162,25 @@ def let_read(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
+def read_kept(name: Path) -> bytes | None:
+    """A file of the cache folder; None if there is none, or if other users may have written it."""
+    try:
+        path = cache_folder() / name
+        return None if distrust(path) else path.read_bytes()
+    except (OSError, RuntimeError):  # RuntimeError: no cache folder
+        return None
+
+
+def keep(name: Path, content: bytes) -> None:
+    """Makes a file of the cache folder, if that can be written."""
+    try:
+        path = cache_folder() / name
+        make_folder(path.parent)
+        replace_with(path, lambda made: made.write_bytes(content))
+    except (OSError, RuntimeError) as error:
+        log.info("%s cannot be kept for the next start: %s", name, error)
+
+
 class Record:
     """A measurement as JSON in the cache folder ``kind``, valid in the given ``environment``."""
 
@@ -172,16 +191,10 @@ class Record:
     def read(self) -> Any:
         """The measurement; None if there is none, if it is damaged, or if other users may have written it."""
         try:
-            path = cache_folder() / self._path
-            return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, RuntimeError, ValueError):  # RuntimeError: no cache folder, or too many brackets
+            return json.loads(read_kept(self._path) or "null")
+        except (ValueError, RecursionError):
             return None
 
     def write(self, value: Any) -> None:
         """Keeps ``value``, if there is a writable cache folder."""
-        try:
-            path = cache_folder() / self._path
-            make_folder(path.parent)
-            replace_with(path, lambda made: made.write_text(json.dumps(value), encoding="utf-8"))
-        except (OSError, RuntimeError) as error:
-            log.info("what was measured cannot be kept: %s", error)
+        keep(self._path, json.dumps(value).encode())
