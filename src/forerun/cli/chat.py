@@ -285,8 +285,8 @@ def chat(
 
     Without a terminal, each line of standard input is a message, and only answers go to standard output.
     """
-    options = Options(system, trace, chat_template, generation_config, threads, engine, speculative, sampling)
-    with options.session(terminal=sys.stdin.isatty() and sys.stdout.isatty()) as session:
+    options = engine, speculative, sampling, chat_template, generation_config, threads
+    with _session(*options, system, trace=trace, terminal=sys.stdin.isatty() and sys.stdout.isatty()) as session:
         session.run()
 
 
@@ -314,60 +314,46 @@ def run(
     message = "\n\n".join(part for part in parts if part.strip())
     if not message and not sys.stdin.isatty():
         raise RequestError("no question: add one, or pipe it to standard input")
-    engine = {"model": model, **engine}
-    options = Options(system, False, chat_template, generation_config, threads, engine, speculative, sampling)
-    with options.session(terminal=sys.stdout.isatty()) as session:
+    options = {"model": model, **engine}, speculative, sampling, chat_template, generation_config, threads
+    with _session(*options, system, terminal=sys.stdout.isatty()) as session:
         if message:
             session.handle(message)
         else:
             session.run()
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of both commands."""
+@contextmanager
+def _session(
+    engine: Mapping[str, Any], speculative: Mapping[str, Any], sampling: Mapping[str, Any], chat_template: Path | None,
+    generation_config: str, threads: int | None, system: str | None, *, trace: bool = False, terminal: bool,
+) -> Iterator[ChatSession]:  # fmt: skip
+    """Loads the model for a session, which shows answers as a terminal can if ``terminal``. Raises ConfigError."""
+    template = None if chat_template is None else read_file(chat_template)
+    if generation_config not in (AUTO, "vllm"):
+        raise ConfigError(f"--generation-config must be auto or vllm, not {generation_config!r}")
+    SamplingParams(**{**DEFAULTS, **sampling})  # mistakes are reported before the model is loaded
+    from forerun.cli.chat_session import ChatSession, Terminal, model_facts
+    from forerun.engine.llm import LLM
 
-    system: str | None
-    trace: bool
-    chat_template: Path | None
-    generation_config: str
-    threads: int | None
-    engine: Mapping[str, Any]
-    speculative: Mapping[str, Any]
-    sampling: Mapping[str, Any]
-
-    @contextmanager
-    def session(self, *, terminal: bool) -> Iterator[ChatSession]:
-        """Loads the model for a session, which shows answers as a terminal can if ``terminal``. Raises ConfigError."""
-        template = None if self.chat_template is None else read_file(self.chat_template)
-        if self.generation_config not in (AUTO, "vllm"):
-            raise ConfigError(f"--generation-config must be auto or vllm, not {self.generation_config!r}")
-        SamplingParams(**{**DEFAULTS, **self.sampling})  # mistakes are reported before the model is loaded
-        from forerun.cli.chat_session import ChatSession, Terminal, model_facts
-        from forerun.engine.llm import LLM
-
-        fixed = {"model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **self.engine}
-        fixed["generation_config"] = self.generation_config
-        options = {"threads": set_threads(self.threads), **fixed}
-        if terminal:
-            out().print(Text(f"loading {options['model']}", style="dim"))
-        with LLM(**options, speculative_config=speculative_config(self.speculative, options)) as llm:
-            warn_synthetic(llm)
-            if template is None and not getattr(llm.tokenizer, "chat_template", None):
-                raise ConfigError(
-                    f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
-                    "forerun generate"
-                )
-            defaults, source = self.defaults(llm.model.info.sampling)
-            params = replace(defaults, **self.sampling)
-            conversation = Conversation(params, defaults, system=self.system, trace=self.trace)
-            facts = model_facts(llm, named=names_method(self.speculative))
-            facts["sampling"] = f"{sampling_line(params)} ({source})"
-            yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
-
-    def defaults(self, own: Mapping[str, Any]) -> tuple[SamplingParams, str]:
-        """The sampling options of a conversation where none are given, and where they come from. ``own`` are the
-        model's."""
-        if self.generation_config == "vllm":
-            return SamplingParams(**DEFAULTS), "neutral defaults"
-        return SamplingParams(**DEFAULTS, **(own or MILD)), "the model's own" if own else "the model sets none"
+    fixed = {"model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
+    options = {"threads": set_threads(threads), **fixed, "generation_config": generation_config}
+    if terminal:
+        out().print(Text(f"loading {options['model']}", style="dim"))
+    with LLM(**options, speculative_config=speculative_config(speculative, options)) as llm:
+        warn_synthetic(llm)
+        if template is None and not getattr(llm.tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
+                "forerun generate"
+            )
+        own = llm.model.info.sampling
+        if generation_config == "vllm":
+            defaults, source = SamplingParams(**DEFAULTS), "neutral defaults"
+        else:
+            source = "the model's own" if own else "the model sets none"
+            defaults = SamplingParams(**DEFAULTS, **(own or MILD))
+        params = replace(defaults, **sampling)
+        conversation = Conversation(params, defaults, system=system, trace=trace)
+        facts = model_facts(llm, named=names_method(speculative))
+        facts["sampling"] = f"{sampling_line(params)} ({source})"
+        yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
