@@ -29,6 +29,7 @@ from forerun.serve.schema import (
     Text,
     Word,
     one_of,
+    plain_text,
 )
 from forerun.serve.stream import ChatReply, Choice
 from forerun.serve.tools.base import Piece, arguments_of
@@ -178,7 +179,7 @@ class CountRequest(Asked):
     def chat(self) -> AnthropicAsChat:
         """Returns the request as one for a chat. Raises ApiError."""
         choice, config = self.tool_choice, self.output_config
-        system = [] if not self.system else [{"role": "system", "content": _joined(self.system)}]
+        system = [] if not self.system else [{"role": "system", "content": plain_text(self.system, "\n")}]
         messages = [*system, *_messages(self.messages)]
         prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         given: dict[str, Any] = {
@@ -229,10 +230,6 @@ def _function(tool: AnthropicTool) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-def _joined(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
 def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
     """Returns the messages as a chat's: a result of a tool is a message of its own, texts of one role in a row are
     one message."""
@@ -241,10 +238,10 @@ def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
         blocks: list[Any] = message.content if isinstance(message.content, list) else []
         for block in blocks:
             if block.type == "tool_result":
-                content = _joined(block.content)
+                content = plain_text(block.content, "\n")
                 result.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         texts = [block for block in blocks if block.type == "text"]
-        text = message.content if isinstance(message.content, str) else _joined(texts)
+        text = plain_text(message.content if isinstance(message.content, str) else texts, "\n")
         calls = [_call(block) for block in blocks if block.type == "tool_use"]
         thoughts = "\n".join(block.thinking for block in blocks if block.type == "thinking")
         if blocks and all(block.type == "tool_result" for block in blocks):

@@ -208,9 +208,9 @@ class TextPart(Body):
 Content = Annotated[Text | Annotated[list[TextPart], Tag("list")], one_of("a text or a list of text parts")]
 
 
-def plain_text(content: Any) -> str:
+def plain_text(content: Any, between: str = "") -> str:
     """Returns the text of a message's content, which is a text or a list of text parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
 class Message(Body):
