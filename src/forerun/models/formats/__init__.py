@@ -26,14 +26,13 @@ def _in_triton(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     return triton.make(weight, bias) if name == "triton" else triton.quantized(weight, bias, name=name)
 
 
-def _can_in_triton(dtype: torch.dtype, device: torch.device) -> bool:
-    return gpu.serves(device)
-
-
 _TRITON = tuple(
-    Format(name, _can_in_triton, "an NVIDIA GPU of compute capability 8.0, and Triton", partial(_in_triton, name=name))
+    Format(
+        name, lambda dtype, device: gpu.serves(device), "an NVIDIA GPU of compute capability 8.0, and Triton",
+        partial(_in_triton, name=name),
+    )
     for name in ("triton", *kinds.TRITON_KINDS)
-)
+)  # fmt: skip
 NUMBERS: dict[str, Format] = {each.name: each for each in (_TRITON[0], tiled.FORMAT, plain.PACKED, plain.PLAIN)}
 """Formats of unquantized weights, the best first."""
 ON_CPU: dict[str, Format] = {each.name: each for each in (*int8.FORMATS, *blocks.FORMATS)}

@@ -100,7 +100,7 @@ class Bucket:
         [longest * rows * FIELDS], of which the next call overwrites those on the device."""
         if self._first is None or self._next is None:
             begin()
-            self._first, self._next = self._record(self._choose_first), self._record(self._step)
+            self._first, self._next = self._record(partial(self._choose, self.logits)), self._record(self._step)
         begin()
         self._first()
         for _ in range(longest - 1):
@@ -110,9 +110,6 @@ class Bucket:
     def _record(self, body: Callable[[], None]) -> Callable[[], None]:
         graphs = self.runner.steps.graphs
         return (graphs.record(body, self.sizes.rows) if graphs.enabled else None) or body
-
-    def _choose_first(self) -> None:
-        self._choose(self.logits)
 
     def _step(self) -> None:
         steps = self.runner.steps
