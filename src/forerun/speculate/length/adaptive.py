@@ -13,7 +13,7 @@ exact.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,8 +52,7 @@ class Plan:
 
 @policies.register("adaptive")
 class Adaptive(LengthPolicy):
-    """Drafts as deep as the expected speed is best, and bounds what wrong estimates may cost: drafts that are not
-    expected to bring much pause while the last ``WINDOW`` rounds have lost more than ``LOSS`` plain rounds."""
+    """Drafts as deep as the expected speed is best; where rounds with speculation lose, drafters rest (``rest.py``)."""
 
     reproducible = False
     MARGIN = 1.03
@@ -62,9 +61,7 @@ class Adaptive(LengthPolicy):
     """Most rounds of one plan; fewer while planning takes less than the first part ``PLANNING`` of the time, more while
     it takes more than the second, as for many sequences on a GPU."""
     PLANNING = (0.002, 0.005)
-    WINDOW, LOSS, CLEAR = 200, 2.0, 1.2
-    """From the expected speedup ``CLEAR`` on, drafts go on in spite of losses."""
-    PLAN_LOSS = 0.5
+    PLAN_LOSS = 0.4
     """A plan that has lost so many plain rounds ends."""
     TRIAL = 1
     """Most rounds of a trial."""
@@ -103,9 +100,6 @@ class Adaptive(LengthPolicy):
         """By method, and whether requests sample."""
         self.lookups: dict[tuple[str, bool], Lookups] = {}
         self.lengths = AnswerLengths()
-        self._losses = deque([0.0], maxlen=self.WINDOW)
-        self._lost = 0.0
-        """Their sum: plain rounds that recent rounds cost beyond the tokens they brought; negative: gained."""
         self._plan = Plan()
         self._table: PriceTable | None = None
         self._budgets: Sequence[int] = ()
@@ -278,9 +272,6 @@ class Adaptive(LengthPolicy):
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / plain - tokens / count if drafted else 0.0
-        # The full deque drops its oldest loss, so the running sum does, too.
-        self._lost += loss - (self._losses[0] if len(self._losses) == self.WINDOW else 0.0)
-        self._losses.append(loss)
         self._plan.lost += loss
         if self._plan.lost > self.PLAN_LOSS or (drafted and self.prices.slower == self.LATE):
             self._plan.rounds_left = 0
@@ -375,9 +366,8 @@ class Adaptive(LengthPolicy):
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)
         plain = len(sequences) / self.prices.verify(table, len(sequences), len(sequences))
-        pauses = self._lost > self.LOSS and best.speedup < self.CLEAR
         # Drafts that should not pay are tried all the same, seldom: otherwise no acceptance would ever be learnt again.
-        if best.depths and (self._checking > 0 or best.speedup < self.MARGIN or pauses):
+        if best.depths and (self._checking > 0 or best.speedup < self.MARGIN):
             best = self._trial(sequences, best, table)
         elif best.depths:
             self._vain = 0
@@ -410,7 +400,7 @@ class Adaptive(LengthPolicy):
 
     def _affords(self, price: float) -> bool:
         """Whether savings pay for something that is not expected to, and nothing else is being measured."""
-        return price < self._savings and self._checking <= 0 and self._lost < self.LOSS
+        return price < self._savings and self._checking <= 0
 
     def _set_nets(self, sequences: Requests, plan: Plan, table: PriceTable) -> None:
         """Sets ``net`` of each sequence that drafts."""
