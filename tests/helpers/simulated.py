@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import sys
@@ -116,6 +117,9 @@ class Play:
     works: list[tuple[float, float]] = field(default_factory=list)
     """Per round, ``work``, and ``plain_work`` of the tokens that its drafts bring on average."""
 
+    kept: str | None = None
+    """What the policy keeps for the next process."""
+
     @property
     def rounds(self):
         return len(self.emitted)
@@ -139,13 +143,14 @@ class Play:
 
 def play(
     machine, policy, count, accepts, *, depth=3, length=64, requests=0, prompt=64, exists=1.0, windowed=1.0, seed=0,
-    ends=lambda request: sys.maxsize,
+    ends=lambda request: sys.maxsize, kept=None,
 ):  # fmt: skip
     """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
 
     ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
     chance ``exists``. Where a drafter began with the last tokens, ``windowed`` multiplies the chances. ``policy`` None:
-    plain decoding. ``ends(request)``: after how many tokens the model ends an answer by itself.
+    plain decoding. ``ends(request)``: after how many tokens the model ends an answer by itself. ``kept``: what the
+    policy of an earlier process has kept.
     """
     draw, result, silent = random.Random(seed), Play(), 99
     drawn_until, began = {}, {}
@@ -165,6 +170,8 @@ def play(
 
     ticks = itertools.count()
     decides = _policy(machine, policy, depth, lag, draw, ticks)
+    if kept is not None:
+        decides.restore(json.loads(kept))
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
     running = []
     while todo or running:
@@ -216,6 +223,7 @@ def play(
         for sequence in filter(over, running):
             decides.release(sequence)
         running = [sequence for sequence in running if not over(sequence)]
+    result.kept = json.dumps(decides.state()) if policy == "adaptive" else None
     return result
 
 

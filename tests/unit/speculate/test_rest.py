@@ -30,6 +30,23 @@ def test_following_costs_little_where_no_draft_can_pay(rate, looks_up):
     assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 0.97
 
 
+def test_the_next_process_rests_from_its_first_round():
+    def speed(seed, kept=None):
+        machine = Machine(**DEAR, follows=0.25)
+        run = play(machine, "adaptive", 4, lambda *_: 0.0, length=48, requests=12, seed=seed, kept=kept)
+        return run.plain_work / run.work, run.kept
+
+    first, kept = zip(*[speed(seed) for seed in range(4)])
+    second, _ = zip(*[speed(seed, kept[seed]) for seed in range(4)])
+    assert min(second) > 0.98 > max(first)
+
+
+@pytest.mark.parametrize("state", [[0.1, 1], [0.1, 1, -1.0], [0.1, "x", 1.0], [float("nan"), 1, 1.0], None])
+def test_what_is_no_state_of_a_rest_is_refused(state):
+    with pytest.raises((TypeError, ValueError)):
+        Rest().restore(state)
+
+
 def told(rest, rounds, plain, price, seconds):
     for _ in range(rounds):
         rest.observe(plain, price, seconds)

@@ -543,8 +543,11 @@ class Adaptive(LengthPolicy):
         if not self.prices.tables:
             return None
         drafting, lookups = ([[*key, each.state()] for key, each in d.items()] for d in (self.drafting, self.lookups))
-        lengths = list(self.lengths.seen)
-        return {"prices": self.prices.state(), "drafting": drafting, "lookups": lookups, "lengths": lengths}
+        rests = [[size, rest.state()] for size, rest in self._rests.items()]
+        return {
+            "prices": self.prices.state(), "drafting": drafting, "lookups": lookups,
+            "lengths": list(self.lengths.seen), "rests": rests,
+        }  # fmt: skip
 
     def restore(self, state: Any) -> None:
         """Continues from another engine's ``state``. Anything else is ignored."""
@@ -554,8 +557,11 @@ class Adaptive(LengthPolicy):
                 self._learnt(str(method), bool(samples)).restore(learnt)
             for method, samples, learnt in state["lookups"]:
                 self._lookup(str(method), bool(samples)).restore(learnt)
+            for size, compared in state["rests"]:
+                self._rests[int(size)].restore(compared)
             self.prices.restore(state["prices"])
         except (TypeError, KeyError, ValueError):
             self.drafting, self.lookups = {}, {}
+            self._rests.clear()
             return
         self.lengths.seen.extend(lengths)

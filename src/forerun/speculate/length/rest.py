@@ -8,7 +8,8 @@ this work are compared with plain ones that follow at once.
 from __future__ import annotations
 
 from collections import deque
-from math import exp, log
+from collections.abc import Sequence
+from math import exp, inf, log
 from statistics import median
 
 
@@ -38,6 +39,8 @@ class Rest:
         """Whether drafters follow the text at rest, too."""
         self.extra = 0.0
         """What the work for speculation adds to a round: the log of the seconds over those of the same rows at rest."""
+        self.gain = 1.0
+        """By the last comparison, the speed of rounds with speculation over those at rest."""
         self._left = self.BLOCK
         self._since = 0
         """Rounds with speculation since the last comparison or rest."""
@@ -87,14 +90,17 @@ class Rest:
             self.resting, self._left, self._since = False, self.BLOCK, 0
         else:
             self._compare()
-            gain = self._gain()
+            self._decide(self._gain())
             self._work.clear()
-            # Where drafts lost and the work for them costs nothing, the plan makes fewer; a rest would save nothing.
-            self._free = exp(-self.extra) >= self.WORSE
-            self._paid = self._free or gain >= self.WORSE
-            self.resting = not self._paid
-            self.follows, self._since = self.follows and self._paid, 0
-            self._left = self.BLOCK if self._paid else int(self.BLOCK * (1.0 - gain) / self.TRIAL)
+
+    def _decide(self, gain: float) -> None:
+        self.gain = gain
+        # Where drafts lost and the work for them costs nothing, the plan makes fewer; a rest would save nothing.
+        self._free = exp(-self.extra) >= self.WORSE
+        self._paid = self._free or gain >= self.WORSE
+        self.resting = not self._paid
+        self.follows, self._since = self.follows and self._paid, 0
+        self._left = self.BLOCK if self._paid else int(self.BLOCK * (1.0 - gain) / self.TRIAL)
 
     def _compare(self) -> None:
         usual = median([seconds / price for _, price, seconds in self._work])
@@ -102,6 +108,20 @@ class Rest:
         extra = log(seconds / sum([price for _, price, _ in self._work]) / median(self._slow))
         self._compared += 1
         self.extra += max(self.NEW, 1.0 / (1 + self._compared)) * (extra - self.extra)
+
+    def state(self) -> list[float]:
+        """What comparisons have said, for ``restore``."""
+        return [self.extra, self._compared, self.gain]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Goes on as after the last comparison of an earlier process. Raises TypeError or ValueError for anything but a
+        ``state``."""
+        extra, compared, gain = map(float, state)
+        if not (abs(extra) < 1.0 and compared >= 0 and 0.0 < gain < inf):
+            raise ValueError("not what comparisons say")
+        self.extra, self._compared = extra, int(compared)
+        if compared:
+            self._decide(gain)
 
     def _gain(self) -> float:
         """The speed of the rounds with speculation over those at rest."""
