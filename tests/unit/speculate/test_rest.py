@@ -61,7 +61,7 @@ def rounds_of_a_rest(seconds, found=False):
         told(rest, 1, 1.0, 1.0, 1.0)
         rounds += 1
         if found and rounds % 8 == 0:
-            rest.found(4)
+            told(rest, 1, 4.0, 2.0, 2.0)
     return rounds
 
 

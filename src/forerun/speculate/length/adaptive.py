@@ -257,7 +257,6 @@ class Adaptive(LengthPolicy):
         spent = seconds.draft + seconds.verify + seconds.accept
         if self._rest is not None and self._rest.resting:
             self._round = tokens / count * plain, cost, spent
-            self._rest.found(tokens - count * cost / plain)
             return
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0

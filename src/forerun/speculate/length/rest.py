@@ -19,8 +19,9 @@ class Rest:
     BLOCK, CHECK, COLD = 32, 8, 2
     """Rounds with speculation that are compared, and those at rest that they are compared with, after a few that find
     cold caches."""
-    TRIAL = 0.01
-    """What the block after a rest may cost, in rounds at rest."""
+    TRIAL, LONGER = 0.01, 4
+    """What the block after a rest may cost, in rounds at rest; a rest is longer with each one in vain, up to so many
+    times."""
     APART, MORE = 64, 20.0
     """Rounds between two comparisons where speculation pays; so many times as many where it is twice as fast."""
     WORSE, CLEAR = 0.98, 1.05
@@ -28,8 +29,8 @@ class Rest:
     rounds are compared."""
     NEW = 0.2
     """Least weight of a comparison in ``extra``: other programs disturb some."""
-    FOUND = 8
-    """Rounds by which a gained token shortens a rest."""
+    FOUND = 32
+    """Rounds by which a gained round shortens a rest."""
     FAR = 1.3
     """A round counts as at most so many times as slow as usual."""
 
@@ -52,16 +53,13 @@ class Rest:
         self._work: deque[tuple[float, float, float]] = deque(maxlen=self.BLOCK)
         """What ``observe`` was given in rounds with speculation that were not compared yet."""
         self._slow: deque[float] = deque(maxlen=self.CHECK)
-        """Of rounds at rest, the seconds over the price."""
+        """Of the last plain rounds at rest, the seconds over the price."""
+        self._vain = 0
+        """How many rests have followed each other."""
 
     def shorten(self) -> None:
         """Another kind of text may come: the rest ends soon."""
         self._left = min(self._left, self.BLOCK)
-
-    def found(self, tokens: float) -> None:
-        """Look-ups at rest have brought so many tokens beyond their price: the rest is over sooner."""
-        if not self._work:
-            self._left -= int(self.FOUND * max(0.0, tokens))
 
     def observe(self, plain: float, price: float, seconds: float) -> None:
         """Learns that a round took ``seconds``.
@@ -75,8 +73,10 @@ class Rest:
         if not self.resting:
             self._work.append((plain, price, seconds))
             self._since += 1
-        elif self._left < self.CHECK:
+        elif plain == price:
             self._slow.append(seconds / price)
+        elif self._slow and not self._work:  # what a look-up brings by the clock
+            self._left -= int(self.FOUND * max(0.0, plain / price - seconds / price / median(self._slow)))
         if self._left > 0:
             return
         if not self.resting:
@@ -100,7 +100,10 @@ class Rest:
         self._paid = self._free or gain >= self.WORSE
         self.resting = not self._paid
         self.follows, self._since = self.follows and self._paid, 0
-        self._left = self.BLOCK if self._paid else int(self.BLOCK * (1.0 - gain) / self.TRIAL)
+        self._vain = 0 if self._paid else self._vain + 1
+        self._left = self.BLOCK
+        if not self._paid:
+            self._left = int(min(self._vain, self.LONGER) * self.BLOCK * (1.0 - gain) / self.TRIAL)
 
     def _compare(self) -> None:
         usual = median([seconds / price for _, price, seconds in self._work])
