@@ -71,6 +71,29 @@ def test_a_rest_is_longer_where_more_is_lost_and_ends_where_look_ups_find_someth
     assert rounds_of_a_rest(1.6, found=True) < rounds_of_a_rest(1.6) / 4
 
 
+def test_rounds_that_read_prompts_count_but_are_not_compared():
+    """Many clients ask so often that few rounds read no prompt."""
+    rest, rounds = Rest(), 0
+    while not rest.resting:
+        for _ in range(4):
+            rest.skip()
+        told(rest, 1, 1.0, 1.0, 1.5)
+        rounds += 5
+    assert rounds < 3 * rest.BLOCK
+    told(rest, rest.COLD + rest.CHECK, 1.0, 1.0, 1.0)
+    assert rest.extra > 0.15
+
+
+def test_look_ups_at_rest_are_priced_by_the_rows_of_all_who_look_up():
+    """Each row costs as much as a plain one; half of what is looked up is accepted."""
+    costs = {"base": 5.0, "per_sequence": 0.0, "multiple": 1, "prices": [0.5 + 0.5 * rows for rows in range(1, 60)]}
+    machine = Machine(**costs, draft=0.05, per_level=0.0, per_token_behind=0.0, looks_up=True, follows=0.2)
+    given = {"depth": 15, "length": 120, "requests": 32}
+    kept = play(machine, "adaptive", 16, lambda *_: 0.5, **given).kept
+    run = play(machine, "adaptive", 16, lambda *_: 0.5, **given, kept=kept)
+    assert run.slowest() > 0.97
+
+
 def test_rounds_in_which_nobody_may_draft_are_not_compared():
     policy, told = policies["adaptive"](Setting({"m": [0, 1, 2]})), []
     policy._rests[0].observe = lambda *round: told.append(round)

@@ -152,8 +152,10 @@ class Adaptive(LengthPolicy):
         self._rest, self.resting = rest, rest.resting and not rest.follows
         if rest.resting:
             self._number += 1
-            self._table = self.prices.at(len(sequences))
+            self._table = table = self.prices.at(len(sequences))
             probes = self._number % self.LOOKS == 0
+            # Look-ups are worth what they bring beyond plain rounds.
+            self._plan = Plan(rate=len(sequences) / self.prices.verify(table, len(sequences), len(sequences)))
             self._budgets = [self._probe(sequence) if probes else 0 for sequence in sequences]
             return list(self._budgets)
         longest = [self.longest(sequence) for sequence in sequences]
@@ -249,20 +251,23 @@ class Adaptive(LengthPolicy):
                 self._drafting(sequence).forget(sequence.id)
         table = self._table
         if table is None or not all(verdict.fed == 1 for verdict in verdicts):
+            if self._rest is not None:
+                self._rest.skip()
             return  # a round that also read a prompt says nothing of what verifying costs
         drafted = rows > count
-        self._others += self.OTHERS * ((rows - count) / count - self._others)
+        if any(self._budgets):
+            self._others += self.OTHERS * ((rows - count) / count - self._others)
         tokens, cost = sum([len(verdict.tokens) for verdict in verdicts]), self.prices.verify(table, rows, count)
         plain = self.prices.verify(table, count, count)
         spent = seconds.draft + seconds.verify + seconds.accept
-        if self._rest is not None and self._rest.resting:
-            self._round = tokens / count * plain, cost, spent
-            return
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0
         self.prices.observe(
             table, count, rows, seconds.verify + seconds.accept, seconds.experts, self._streak < -self.WARM
         )
+        if self._rest is not None and self._rest.resting:
+            self._round = tokens / count * plain, cost, spent
+            return
         asked = {s.drafter: d.depth for s, d in zip(sequences, drafts) if self._used(s, d)}
         if not self._backlogged:
             for method, depth in asked.items():

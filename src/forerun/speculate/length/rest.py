@@ -61,6 +61,12 @@ class Rest:
         """Another kind of text may come: the rest ends soon."""
         self._left = min(self._left, self.BLOCK)
 
+    def skip(self) -> None:
+        """A round that also read a prompt: it is as long as others, but not compared."""
+        comparing = self.resting and self._work
+        if not comparing and (self.resting or len(self._work) >= self.CHECK):
+            self._left = max(1, self._left - 1)
+
     def observe(self, plain: float, price: float, seconds: float) -> None:
         """Learns that a round took ``seconds``.
 
