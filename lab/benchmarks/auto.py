@@ -41,7 +41,7 @@ from forerun_lab.intervals import shown
 from forerun_lab.written import read_set
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
-EACH = 4
+EACH = 8
 """Requests of each of several clients."""
 MODULES = [
     "argparse",
@@ -89,7 +89,11 @@ def answer(llm: LLM, streams: int, prompts: list[list[int]], params: SamplingPar
             seen.append((perf_counter() - began, tokens))
 
     began = perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, on_update=observe)
+    # First answers end one after the other, so that at the end as much is half done in each engine.
+    most, first = params.max_tokens or 16, range(1, streams * (streams > 1) + 1)
+    each = [params.clone(max_tokens=max(1, most * number // streams)) for number in first]
+    each += [params] * (len(prompts) - len(each))
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], each, on_update=observe)
     seconds, busy = seen[-1]
     ids = [output.outputs[0].token_ids for output in outputs]
     return {"seconds": seconds, "first": seen[0][0], "tokens": busy, "ids": ids}
