@@ -141,6 +141,35 @@ class Play:
         return min(((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs), default=sums[-1][1] / sums[-1][0])
 
 
+class _Reader:
+    """What a drafter has read of each sequence."""
+
+    def __init__(self, machine):
+        self.machine, self.until = machine, {}
+        self.began = {}
+        """By request: with how many last tokens it began; None: with all."""
+
+    def lag(self, sequence):
+        if not self.machine.per_token_behind:  # it reads nothing that costs
+            return 0
+        if sequence.reads is None and self.began.get(sequence.id) is not None:
+            return len(sequence.tokens)
+        return len(sequence.tokens) - self.until.get(sequence.id, 0)
+
+    def reads(self, sequence):
+        """Tokens that it reads before it drafts."""
+        window = None if sequence.id in self.until or not _models(self.machine) else sequence.reads
+        behind = min(self.lag(sequence), window or sys.maxsize)
+        if window is not None or sequence.reads is None:
+            self.began[sequence.id] = sequence.reads
+        self.until[sequence.id] = len(sequence.tokens)
+        return behind
+
+    def follows(self, sequence, tokens):
+        if sequence.id in self.until:
+            self.until[sequence.id] += tokens
+
+
 def play(
     machine, policy, count, accepts, *, depth=3, length=64, requests=0, prompt=64, exists=1.0, windowed=1.0, seed=0,
     ends=lambda request: sys.maxsize, kept=None,
@@ -153,23 +182,16 @@ def play(
     policy of an earlier process has kept.
     """
     draw, result, silent = random.Random(seed), Play(), 99
-    drawn_until, began = {}, {}
+    reader = _Reader(machine)
 
     def accepted(request, position):
-        return accepts(request, position) * (1.0 if began.get(request) is None else windowed)
-
-    def lag(sequence):
-        if not machine.per_token_behind:  # it reads nothing that costs
-            return 0
-        if sequence.reads is None and began.get(sequence.id) is not None:
-            return len(sequence.tokens)
-        return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
+        return accepts(request, position) * (1.0 if reader.began.get(request) is None else windowed)
 
     def over(sequence):
         return not sequence.remaining or sequence.num_output >= ends(sequence.id)
 
     ticks = itertools.count()
-    decides = _policy(machine, policy, depth, lag, draw, ticks)
+    decides = _policy(machine, policy, depth, reader.lag, draw, ticks)
     if kept is not None:
         decides.restore(json.loads(kept))
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
@@ -183,13 +205,8 @@ def play(
         budgets = decides.budgets(running)
         following = machine.following(decides, running)
         host = 1e-3 * machine.host * (next(ticks) > before + 1) + following
-        drafting, behind = [i for i, budget in enumerate(budgets) if budget], 0
-        for i in drafting:
-            window = None if running[i].id in drawn_until or not _models(machine) else running[i].reads
-            behind += min(lag(running[i]), window or sys.maxsize)
-            if window is not None or running[i].reads is None:
-                began[running[i].id] = running[i].reads
-            drawn_until[running[i].id] = len(running[i].tokens)
+        drafting = [i for i, budget in enumerate(budgets) if budget]
+        behind = sum(reader.reads(running[i]) for i in drafting)
         drafts = [
             _draft(s, budget if draw.random() < exists else 0, accepted, draw) for s, budget in zip(running, budgets)
         ]
@@ -213,8 +230,7 @@ def play(
         result.works.append((sum(work) + host, expected * plain / emitted))
         for sequence, verdict in zip(running, verdicts):
             sequence.tokens.extend(verdict.tokens)
-            if sequence.id in drawn_until:
-                drawn_until[sequence.id] += len(verdict.tokens)
+            reader.follows(sequence, len(verdict.tokens))
         decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0, round(machine.experts(rows))))
         decides.observe_host(slow * following)
         result.seconds += sum(parts)
