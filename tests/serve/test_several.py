@@ -428,6 +428,12 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--keep-alive", "1m"], ["--model-memory", "1GB"]])
+def test_options_that_need_several_models(options, capsys):
+    assert run(["serve", "--model", "nowhere", "--port", "0", *options]) == 2
+    assert "--model-memory and --keep-alive go with --models" in capsys.readouterr().err
+
+
 def test_a_drain_waits_for_answers_of_all_models(here, slow):
     with library() as (several, _, http):
         texts = {}

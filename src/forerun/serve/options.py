@@ -59,6 +59,8 @@ class ServerOptions:
             "body_timeout request_timeout": Within(above=0),
         })  # fmt: skip
         seconds_of(self.keep_alive)
+        if not self.models and (self.model_memory is not None or self.keep_alive != ServerOptions.keep_alive):
+            raise ConfigError("--model-memory and --keep-alive go with --models: add that, or remove them")
         if self.metrics_names not in METRICS_NAMES:
             raise ConfigError(f"metrics_names is {' or '.join(METRICS_NAMES)}, not {self.metrics_names!r}")
         if self.metrics_names == "vllm" and not has_lab("vllm_metrics"):
