@@ -30,6 +30,14 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"Async{self._llm!r}"
 
+    def get_tokenizer(self) -> Any:
+        """As ``LLM.get_tokenizer``."""
+        return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As ``LLM.get_default_sampling_params``."""
+        return self._llm.get_default_sampling_params()
+
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, speculate: bool = True
     ) -> AsyncIterator[StreamPiece]:

@@ -497,9 +497,11 @@ def _hole(given: Mapping[str, Any]) -> Hole:
 
 def _ids(prompt: Any) -> list[int]:
     prompt = to_python(prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
-        return token_ids(prompt)
     kind = type(prompt).__name__
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
+        if not len(prompt) or not all(isinstance(each, str) for each in prompt):
+            return token_ids(prompt)
+        kind = f"a {kind} of texts"
     raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {kind}", param="prompt")
 
 

@@ -88,6 +88,7 @@ def test_options_may_be_numbers_of_numpy(llm):
     (np.array(5), None, "prompts must be a prompt or a list of prompts, not int"),
     (None, None, "prompts must be a prompt or a list of prompts, not NoneType"),
     (b"ab", None, "a prompt is a string, a list of token ids or a mapping, not bytes"),
+    ([["a", "b"]], None, "a prompt is a string, a list of token ids or a mapping, not a list of texts"),
     (["a"], {"temperature": 0}, "sampling_params must be SamplingParams, or one each, not dict"),
     (["a"], [{"temperature": 0}], "sampling_params must be SamplingParams, or one each, not dict"),
     (["a"], [5], "sampling_params must be SamplingParams, or one each, not int"),

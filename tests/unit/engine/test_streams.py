@@ -89,6 +89,8 @@ def test_an_async_llm_answers_many_at_once(llm, options):
     async def ask():
         async with AsyncLLM(**options) as other:
             assert repr(other) == f"AsyncLLM({options['model']!r}, drafts: draft_model)"
+            assert other.get_default_sampling_params() == SamplingParams()
+            assert other.get_tokenizer().vocab_size == other._llm.get_tokenizer().vocab_size
             results = await asyncio.gather(
                 other.generate(prompts, PARAMS),
                 collect(other.stream(prompts[0], PARAMS)),
