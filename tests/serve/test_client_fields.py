@@ -72,6 +72,69 @@ def test_unknown_fields_are_ignored_and_named(server, strict, caplog, path):
     assert strict.post(path, BODIES[path]).status_code == 200
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WITHIN = [
+    (CHAT, {"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages.x"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages.content.x"),
+    (CHAT, {"messages": [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [{**CALL, "x": 1}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+    ]}, "messages.tool_calls.x"),
+    (CHAT, {"tools": [{**TOOL, "x": 1}]}, "tools.x"),
+    (CHAT, {"tools": [{**TOOL, "function": {**TOOL["function"], "x": 1}}]}, "tools.function.x"),
+    (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["a", "b"], "x": True}}, "structured_outputs.x"),
+    (COMPLETIONS, {"prediction": {"type": "content", "content": "a", "x": 1}}, "prediction.x"),
+    (RESPONSES, {"input": [{"role": "user", "content": "hi", "x": 1}]}, "input.x"),
+    (RESPONSES, {"text": {"format": {"type": "text"}, "x": 1}}, "text.x"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "x": 1}]}, "tools.x"),
+    (OLLAMA, {**THOUGHT[OLLAMA], "tools": [{**TOOL, "x": 1}]}, "tools.x"),
+    ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages.x"),
+    ("/detokenize", {"tokens": [5], "x": 1}, "x"),
+    ("/apply-template", {"messages": [{"role": "user", "content": "hi"}], "x": 1}, "x"),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages.x"),
+]  # fmt: skip
+
+
+def without_x(value):
+    if isinstance(value, list):
+        return [without_x(each) for each in value]
+    return {k: without_x(each) for k, each in value.items() if k != "x"} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), WITHIN)
+def test_unknown_fields_within_objects_are_ignored_and_named(server, strict, path, fields, name):
+    body = {**BODIES.get(path, {}), **fields}
+    odd, plain = (server.post(path, each) for each in (body, without_x(body)))
+    assert odd.status_code == 200, odd.text
+    assert odd.headers["forerun-ignored"] == name
+    assert "forerun-ignored" not in plain.headers
+    if path in (COMPLETIONS, CHAT, RESPONSES):
+        usage = [answer.json()["usage"] for answer in (odd, plain)]
+        assert said(odd) == said(plain)
+        assert usage[0].get("prompt_tokens") == usage[1].get("prompt_tokens")
+        assert usage[0].get("input_tokens") == usage[1].get("input_tokens")
+    elif path != OLLAMA:
+        assert odd.json() == plain.json()
+    refused = strict.post(path, body)
+    assert refused.status_code == 400, refused.text
+    assert f"unknown field '{name}'" in refused.text
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("n_predict", "x"), ("n_predict", -2), ("repeat_penalty", 0), ("repeat_penalty", "x"), ("repeat_penalty", [1]),
+])  # fmt: skip
+def test_errors_name_the_field_that_was_sent(server, field, value):
+    for path, given in ((CHAT, {}), (COMPLETIONS, {"max_tokens": None, "repetition_penalty": None})):
+        body = {**BODIES[path], field: value}
+        body = {name: each for name, each in body.items() if name != "max_tokens"} | given
+        error = server.post(path, body).json()["error"]
+        assert error["param"] == field
+        assert error["message"].startswith(f"{field}: ")
+
+
 def test_any_name_of_a_model_is_served_where_that_is_wanted(server, strict):
     for path, body in BODIES.items():
         assert server.post(path, {**body, "model": "gpt-4o"}).status_code == 404
@@ -122,6 +185,10 @@ def test_thinking_by_other_names_reaches_the_template(thinking, path, fields, va
 def test_variables_that_a_template_does_not_have_are_named(server):
     answer = server.post(CHAT, {**BODIES[CHAT], **OFF, **EFFORT})
     assert answer.headers["forerun-ignored"] == "reasoning_effort, enable_thinking"
+    answer = server.post(CHAT, {**BODIES[CHAT], "chat_template_kwargs": {**OFF, "a(\n": 1}})
+    assert answer.headers["forerun-ignored"] == "chat_template_kwargs.enable_thinking, chat_template_kwargs.a??"
+    answer = server.post(CHAT, {**BODIES[CHAT], "chat_template_kwargs": {"messages": []}})
+    assert answer.json()["error"]["message"] == "chat_template_kwargs: messages is no variable of a template"
 
 
 def test_the_last_message_goes_on(thinking):

@@ -26,6 +26,15 @@ MOST_IGNORED = 1000
 """Names of ignored fields that the log tells apart."""
 
 
+def naming(ignored: list[str], server: Server, request: Request) -> dict[str, str]:
+    """Returns the header that names ignored fields. The log names each once."""
+    for name in ignored:
+        if name not in server.ignored and len(server.ignored) < MOST_IGNORED:
+            log.warning("%s of %s is ignored: it makes no difference here", name, request.url.path)
+    server.ignored.update(ignored[: MOST_IGNORED - len(server.ignored)])
+    return {"Forerun-Ignored": ", ".join(ignored)} if ignored else {}
+
+
 async def answer(
     models: Models, request: Request, body: Asked, make: Callable[[Server, Any, str], Awaitable[Reply]],
     keep_alive: float | None = None,
@@ -38,11 +47,7 @@ async def answer(
         error.param = body.field_of(error.param)
         raise
     ignored = body.ignored(lambda name: (name == KEEP_ALIVE and models.several) or server.text.has_variable(name))
-    for name in ignored:
-        if name not in server.ignored and len(server.ignored) < MOST_IGNORED:
-            log.warning("%s of %s is ignored: it makes no difference here", name, request.url.path)
-    server.ignored.update(ignored[: MOST_IGNORED - len(server.ignored)])
-    headers = {"Forerun-Ignored": ", ".join(ignored)} if ignored else {}
+    headers = naming(ignored, server, request)
     if body.stream:
         return EventStream(
             reply.events(), headers={"Cache-Control": "no-cache", **headers}, media_type=reply.media_type

@@ -11,7 +11,7 @@ from pydantic import Field, RootModel, Tag
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
-from forerun.serve.answering import answer
+from forerun.serve.answering import answer, naming
 from forerun.serve.answers import Answer
 from forerun.serve.errors import ApiError, converted
 from forerun.serve.openapi import BODY, GENERATION, responses
@@ -20,11 +20,11 @@ from forerun.serve.schema import (
     MAX_TOOLS,
     NAMED,
     Asked,
+    Body,
     CallId,
     ChatRequest,
     FunctionName,
     Int,
-    Open,
     Stop,
     Text,
     Word,
@@ -45,7 +45,7 @@ SIGNATURE = "forerun"
 # ---------------------------------------------------------------- requests
 
 
-class Block(Open):
+class Block(Body):
     """A part of a message."""
 
     cache_control: dict[str, Any] | None = Field(None, description=f"{IGNORED}: prompts are cached anyway")
@@ -98,7 +98,7 @@ AnyBlock = Annotated[
 ]
 
 
-class AnthropicMessage(Open):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[Text | Annotated[list[AnyBlock], Tag("list")], one_of("a text or a list of blocks")]
 
@@ -114,22 +114,22 @@ class AnthropicTool(Block):
     eager_input_streaming: bool | None = Field(None, description=IGNORED)
 
 
-class AnthropicChoice(Open):
+class AnthropicChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = Field(None, description="of the tool to call")
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Open):
+class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class JsonFormat(Open):
+class JsonFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Open):
+class OutputConfig(Body):
     effort: Word | None = Field(None, description="reasoning_effort of the chat template")
     format: JsonFormat | None = None
 
@@ -203,7 +203,7 @@ class CountRequest(Asked):
         return {}
 
 
-class Metadata(Open):
+class Metadata(Body):
     user_id: str | None = None
 
 
@@ -487,7 +487,8 @@ def install(app: FastAPI, models: Models) -> None:
         return await answer(models, request, body, reply)
 
     @app.post("/v1/messages/count_tokens", responses=responses(*BODY, 503, answer=InputTokens, error=AnthropicError))
-    async def count_tokens(body: CountRequest, request: Request) -> InputTokens:
+    async def count_tokens(body: CountRequest, request: Request, response: Response) -> InputTokens:
         server = await models.served(request, body)
+        response.headers.update(naming(body.ignored(server.text.has_variable), server, request))
         conversation = body.chat().conversation(server.text.has_variable)
         return InputTokens(input_tokens=len(await server.text.encode_chat(conversation, counted=True)))

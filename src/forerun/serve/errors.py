@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from forerun.core.errors import ContextLengthError, ForerunError
 from forerun.engine.client import ClosedError, QueueFullError, TimeLimitError
+from forerun.serve.schema import SYNONYMS
 
 log = logging.getLogger("forerun")
 M = TypeVar("M", bound=BaseModel)
@@ -104,9 +105,11 @@ def _path(body: Any, loc: Sequence[str | int], missing: bool) -> str | None:
     path: list[str] = []
     for part in loc:
         keys = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
-        if part in keys:
-            path.append(str(part))
-            body = body[part]
+        names = [name for name, ours in SYNONYMS.items() if ours == part and name in keys and body[name] is not None]
+        for name in [*names, part][:1]:
+            if name in keys:
+                path.append(str(name))
+                body = body[name]
     if missing:
         path.append(str(loc[-1]))
     return ".".join(path) or None
@@ -145,7 +148,8 @@ def converted(model: type[M], given: Mapping[str, Any], field_of: Callable[[str]
 def _about(param: str | None, message: str, code: str) -> ApiError:
     """The error of a field, from pydantic's message."""
     message = message.removeprefix("Value error, ").replace(" after validation", "")
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+    named = not param or message.startswith(f"{param} ")
+    return ApiError(400, message if named else f"{param}: {message}", param=param, code=code)
 
 
 def _is_json(content_type: str | None) -> bool:

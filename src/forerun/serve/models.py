@@ -31,7 +31,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.metrics import Recorder
 from forerun.serve.options import ServerOptions, model_names, seconds_of
 from forerun.serve.responses import ResponseStore
-from forerun.serve.schema import Asked
+from forerun.serve.schema import Body
 from forerun.serve.server import Server
 
 log = logging.getLogger("forerun")
@@ -101,7 +101,7 @@ class Models(ABC):
         Raises ApiError for an unknown model or, if the server is strict, an unknown field, before anything is loaded.
         """
         name = await self.find(body.model)
-        if self.options.strict and isinstance(body, Asked):
+        if self.options.strict and isinstance(body, Body):
             for unknown in body.unknown():
                 raise ApiError(400, f"unknown field {unknown!r}: remove it", param=unknown, code="unknown_field")
         return await self.open(request, name, keep_alive)

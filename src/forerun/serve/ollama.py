@@ -29,13 +29,13 @@ from forerun.serve.schema import (
     VARIABLES,
     Absent,
     Asked,
+    Body,
     CallId,
     ChatRequest,
     CompletionRequest,
     FunctionName,
     Int,
     Object,
-    Open,
     Text,
     Tools,
     one_of,
@@ -129,17 +129,17 @@ class OllamaAsCompletion(CompletionRequest):
     must_fit: ClassVar[bool] = False
 
 
-class OllamaFunction(Open):
+class OllamaFunction(Body):
     name: FunctionName
     arguments: dict[str, Any]
 
 
-class OllamaCall(Open):
+class OllamaCall(Body):
     id: CallId | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(Open):
+class OllamaMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
     thinking: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")

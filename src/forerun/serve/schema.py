@@ -15,10 +15,12 @@ from pydantic import (
     Discriminator,
     Field,
     GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -86,16 +88,45 @@ MAX_WORD = 64
 Word = Annotated[str, Field(max_length=MAX_WORD)]
 VARIABLES = ("reasoning_effort", "enable_thinking")
 VARIABLE = "for templates that know it; others make no difference, which the header Forerun-Ignored says"
-KEEP_ALIVE = "keep_alive"
+KEEP_ALIVE, KWARGS = "keep_alive", "chat_template_kwargs"
 MAX_NAMED = 32
 """Unknown fields of a request that are named."""
 NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
 
 
-class Body(BaseModel):
-    """A JSON object without unknown fields or converted types. Null stands for an optional field's default."""
+def in_header(name: str) -> str:
+    """Returns a field's name as a header may hold it."""
+    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64]
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+class Body(BaseModel):
+    """A JSON object without converted types. Null stands for an optional field's default.
+
+    Unknown fields are ignored and named, or refused by ``--strict``.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    def unknown(self) -> Iterator[str]:
+        """Yields the names of unknown fields, those of objects within this one included."""
+        yield from self.model_extra or ()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Body):
+                    yield from (f"{name}.{inner}" for inner in each.unknown())
+
+    def ignored(self, known: Callable[[str], bool]) -> list[str]:
+        """Returns the fields that ask for something and change nothing; the answer's headers name them.
+
+        Args:
+            known: says whether the chat template has a variable of this name.
+        """
+        return list(dict.fromkeys(map(in_header, self.unknown())))[:MAX_NAMED]
+
+    @model_serializer(mode="wrap")
+    def _without_unknown(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name not in (self.model_extra or ())}
 
     @classmethod
     @cache
@@ -317,7 +348,9 @@ StopAt = Literal["line", "block"]
 
 
 class Speculative(Body):
-    """This request's choice among the server's drafters."""
+    """This request's choice among the server's drafters. The server's own field: others are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     enabled: bool = Field(True, description="false: decode plainly")
     method: str | None = Field(None, description="one of the loaded methods (default: the first), or none")
@@ -361,23 +394,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class Open(Body):
-    """An object whose unknown fields are ignored and named, or refused by ``--strict``."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def unknown(self) -> Iterator[str]:
-        """Yields the names of unknown fields, those of objects within this one included."""
-        yield from self.model_extra or ()
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Open):
-                    yield from (f"{name}.{inner}" for inner in each.unknown())
-
-
-class Asked(Open):
-    """What requests of all APIs share. ``field_of`` and ``ignored`` are for whoever answers."""
+class Asked(Body):
+    """What requests of all APIs share. ``field_of`` is for whoever answers."""
 
     model: str | None = None
     stream: bool = False
@@ -385,15 +403,6 @@ class Asked(Open):
     def field_of(self, param: str | None) -> str | None:
         """Returns the field of this body for what the engine or the chat calls ``param``."""
         return param
-
-    def ignored(self, known: Callable[[str], bool]) -> list[str]:
-        """Returns the fields that ask for something and change nothing; the answer's headers name them.
-
-        Args:
-            known: says whether the chat template has a variable of this name.
-        """
-        names = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in self.unknown()]
-        return list(dict.fromkeys(names))[:MAX_NAMED]
 
 
 class Sampled(Asked):
@@ -648,7 +657,9 @@ class ChatRequest(Generation):
 
     def ignored(self, known: Callable[[str], bool]) -> list[str]:
         names = [name for name in (*VARIABLES, "verbosity") if getattr(self, name) is not None]
-        return [*(name for name in names if name == "verbosity" or not known(name)), *super().ignored(known)]
+        names = [name for name in names if name == "verbosity" or not known(name)]
+        variables = [f"{KWARGS}.{name}" for name in self.chat_template_kwargs or () if not known(name)]
+        return [*names, *map(in_header, variables[:MAX_NAMED]), *super().ignored(known)]
 
     def field_of(self, param: str | None) -> str | None:
         return "messages" if param == "prompt" else super().field_of(param)

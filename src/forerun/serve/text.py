@@ -204,7 +204,9 @@ class TextService:
 
     def has_variable(self, name: str) -> bool:
         """Whether the chat template mentions ``name``."""
-        return isinstance(self.chat_template, str) and re.search(rf"\b{name}\b", self.chat_template) is not None
+        template = self.chat_template or ""
+        texts = [template] if isinstance(template, str) else template.values()
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
     def special_markers(self, *, tools: bool) -> dict[str, int]:
         """Returns the ids of markers of reasoning and, with ``tools``, of calls that are special tokens here. Texts

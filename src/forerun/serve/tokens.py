@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import Field, RootModel, model_validator
 
 from forerun import __version__
 from forerun.models.text.tokenizer import token_text
+from forerun.serve.answering import naming
 from forerun.serve.answers import Answer, sometimes
 from forerun.serve.openapi import BODY, responses
 from forerun.serve.schema import Body, ChatRequest, Messages, Text, TokenId, Tools
@@ -118,8 +119,9 @@ def install(app: FastAPI, models: Models) -> None:
     """Adds the routes."""
 
     @app.post("/tokenize", responses=responses(*BODY, 503, answer=Tokens), response_model_exclude_unset=True)
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
         server = await models.served(request, body)
+        response.headers.update(naming(body.ignored(server.text.has_variable), server, request))
         text = server.text
         if body.messages is not None:
             messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
@@ -136,14 +138,17 @@ def install(app: FastAPI, models: Models) -> None:
         return answer
 
     @app.post("/detokenize", responses=responses(*BODY, 503, answer=DecodedText))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
         server = await models.served(request, body)
+        response.headers.update(naming(body.ignored(server.text.has_variable), server, request))
         decoded = await server.text.decode(body.tokens)
         return {"prompt": decoded, "content": decoded}
 
     @app.post("/apply-template", responses=responses(*BODY, 503, answer=RenderedChat))
-    async def apply_template(body: ChatRequest, request: Request) -> dict[str, Any]:
-        text = (await models.served(request, body)).text
+    async def apply_template(body: ChatRequest, request: Request, response: Response) -> dict[str, Any]:
+        server = await models.served(request, body)
+        text = server.text
+        response.headers.update(naming(body.ignored(text.has_variable), server, request))
         return {"prompt": await text.render(body.conversation(text.has_variable))}
 
     @app.get("/tokenizer_info", responses=responses(*BODY, 503, answer=TokenizerInfo))

@@ -77,6 +77,8 @@ def test_special_tokens_are_written_by_the_template_alone(llm, monkeypatch):
     (FIRST, {"chat_template": "{{ 1 / 0 }}"}, "refuses these messages: division by zero"),
     (FIRST, {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}, "refuses these messages: "),
     (FIRST, {"chat_template": ""}, "leaves out what message 0, of the role user, says"),
+    (FIRST, {"chat_template_kwargs": 3}, "chat_template_kwargs is a mapping, not int"),
+    (FIRST, {"chat_template_kwargs": {"messages": []}}, "messages is no variable of a template"),
     ("hello", {}, "messages are a list of mappings with role and content, not str"),
     (None, {}, "messages are a list of mappings with role and content, not NoneType"),
     ([], {}, "a conversation is a list of at least one message, not an empty list"),

@@ -59,7 +59,10 @@ def render_chat(
         raise RequestError("this model has no chat template: pass chat_template, or use generate")
     if add_generation_prompt and continue_final_message:
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(chat_template_kwargs or ())
+    if not isinstance(chat_template_kwargs or {}, Mapping):
+        kind = type(chat_template_kwargs).__name__
+        raise RequestError(f"chat_template_kwargs is a mapping, not {kind}", param="chat_template_kwargs")
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & set(chat_template_kwargs or ())
     if taken - {"documents"}:
         name = min(taken - {"documents"})
         raise RequestError(f"chat_template_kwargs: {name} is no variable of a template", param="chat_template_kwargs")
