@@ -110,8 +110,7 @@ class Body(BaseModel):
     def unknown(self) -> Iterator[str]:
         """Yields the names of unknown fields, those of objects within this one included."""
         yield from self.model_extra or ()
-        for name in type(self).model_fields:
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Body):
                     yield from (f"{name}.{inner}" for inner in each.unknown())
