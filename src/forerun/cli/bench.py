@@ -44,7 +44,7 @@ MEASURED = Flags(
         defaults={"counts": "each method's", "temperatures": "0,1; of a written set 0"},
     ),
 )
-CHECKED = Flags("checked", flags_of(CheckConfig, skip=("engine", "speculative", "page_sizes")))
+CHECKED = Flags("checked", flags_of(CheckConfig, skip=("engine", "speculative", "page_sizes", "rows")))
 SETTINGS = {
     "method": "method",
     "accept": "accept",

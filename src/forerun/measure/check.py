@@ -6,6 +6,7 @@ logits however rows are batched, and the frequencies of short answers against th
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from forerun.models.files.open import Checkpoint
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model
 from forerun.models.run.base import Model, new_attention
-from forerun.models.run.invariance import BRANCHES, self_test
+from forerun.models.run.invariance import BRANCHES, ROWS, runs_of, self_test
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import Drafter, DrafterConfig, drafters
 
@@ -108,6 +109,10 @@ def steps(config: CheckConfig) -> int:
     return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + distributions
 
 
+SELF_TEST = {"native": 4.6, "hf": 14.0}
+"""What a row of the self-test costs on each path, in tokens of plain decoding: it is fed about twelve times."""
+
+
 def estimate(config: CheckConfig, llm: LLM, prompt: list[int], methods: int) -> float:
     """About how many seconds the checks take, by the present speed of plain decoding."""
     params = seeded_params(1, config.seed, temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
@@ -115,6 +120,9 @@ def estimate(config: CheckConfig, llm: LLM, prompt: list[int], methods: int) -> 
     answers = config.prompts * config.max_tokens
     identity = len(config.temperatures) * (1 + methods + config.trees) * answers
     bits = 2 * 2 * answers  # two paths, each fed one by one and together
+    for path in _path_names(config, llm):
+        runs = runs_of(llm.model.info) if path == "hf" and config.rows is None else 1
+        bits += len(config.page_sizes) * math.ceil(runs * SELF_TEST[path] * (config.rows or ROWS))
     distributions = methods * len(config.accepts) * config.samples * LENGTH if config.samples else 0
     return (identity + bits + distributions) / (metrics.tokens_per_second or 1.0)
 
@@ -300,22 +308,27 @@ def _check_bits_of_paths(
     for model in _paths(config, llm):
         for number, page_size in enumerate(config.page_sizes):
             progress(f"bits, {model.info.path}")
-            results += check_bits(model, pairs[number :: len(config.page_sizes)], page_size)
+            results += check_bits(model, pairs[number :: len(config.page_sizes)], page_size, config.rows)
     return results
+
+
+def _path_names(config: CheckConfig, llm: LLM) -> list[str]:
+    info, options = llm.model.info, llm.config
+    if info.encoder is not None:
+        return ["native"]
+    paths = ["native", "hf"] if refusal(Checkpoint.open(options.model).config) is None else ["hf"]
+    as_saved = config.engine.get("quantization") in (None, UNQUANTIZED) and options.tensor_parallel_size == 1
+    return [path for path in paths if as_saved or info.path.startswith(path)]
 
 
 def _paths(config: CheckConfig, llm: LLM) -> Iterator[Model]:
     """Yields the model on our path and on transformers', as far as it has both; quantized or sharded, as it is loaded.
     An encoder-decoder has our path only."""
-    info, options = llm.model.info, llm.config
-    if info.encoder is not None:
-        paths = ["native"]
-    else:
-        paths = ["native", "hf"] if refusal(Checkpoint.open(options.model).config) is None else ["hf"]
-    for path in paths:
-        if info.path.startswith(path):
+    options = llm.config
+    for path in _path_names(config, llm):
+        if llm.model.info.path.startswith(path):
             yield llm.model
-        elif config.engine.get("quantization") in (None, UNQUANTIZED) and options.tensor_parallel_size == 1:
+        else:
             yield load_model(
                 options.model,
                 dtype=options.dtype,
@@ -332,11 +345,11 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
 
 @torch.inference_mode()
 def check_bits(
-    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], page_size: int | None
+    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], page_size: int | None, most: int | None = None
 ) -> list[Result]:
     """Logits of rows fed together, compared with the same rows fed one by one. ``pairs`` are prompts and answers.
-    Returns two results: verifications of these answers, and the self-test, which feeds hundreds of random rows in
-    chunks, beside neighbours and in trees."""
+    Returns two results: verifications of these answers, and the self-test, which feeds hundreds of random rows, or
+    ``most``, in chunks, beside neighbours and in trees."""
     good, total, detail = 0, 0, ""
     longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     attention = new_attention(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
@@ -368,7 +381,7 @@ def check_bits(
         detail = "no answer has the two tokens of a verification: give more --max-tokens"
     return [
         Result("bit-equal logits", path, layout, None, good, total, "rows", detail, 0 < good == total, total > 0),
-        _self_test_result(path, layout, model, [str(failure) for failure in self_test(model, page_size=page_size)]),
+        _self_test_result(path, layout, model, [*map(str, self_test(model, page_size=page_size, rows=most))]),
     ]
 
 

@@ -109,7 +109,7 @@ class BenchConfig:
             raise ConfigError("whole does not support peers: remove one")
 
 
-QUICK: dict[str, Any] = {"prompts": 11, "max_tokens": 12, "accepts": ("coupled",), "samples": 200}
+QUICK: dict[str, Any] = {"prompts": 11, "max_tokens": 12, "accepts": ("coupled",), "samples": 200, "rows": 70}
 """Settings of ``check --quick``: every sampling option, layout and kind of draft once."""
 
 
@@ -128,6 +128,8 @@ class CheckConfig:
     max_tokens: int = option(24, "Tokens per answer.")
     temperatures: Sequence[float] = option((0.0, 0.8), "Temperatures, comma-separated.", commas="temperature")
     page_sizes: Sequence[int | None] = (None, 16)
+    rows: int | None = None
+    """Of the self-test; None: as many as it wants."""
     accepts: Sequence[str] = option(
         ("coupled", "token"),
         "Lossless rules whose output distribution is tested, comma-separated, or all.",

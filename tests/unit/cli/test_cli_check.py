@@ -145,9 +145,22 @@ def test_a_quick_check_tests_everything_that_a_whole_one_does(capsys, tiny_targe
 
 def test_the_estimate_follows_the_work(llm, tiny_target):
     model, prompt = llm(model=tiny_target), [1, 2, 3, 4]
-    small = estimate(CheckConfig(prompts=4, samples=0), model, prompt, 1)
-    large = estimate(CheckConfig(prompts=400, samples=0), model, prompt, 1)
+    small = estimate(CheckConfig(prompts=4, samples=0, rows=1), model, prompt, 1)
+    large = estimate(CheckConfig(prompts=400, samples=0, rows=1), model, prompt, 1)
     assert 0 < 10 * small < large
+
+
+def test_the_estimate_has_the_self_test_in_it(llm, tiny_target, monkeypatch):
+    """A forward pass takes at least as long as a token of plain decoding."""
+    model, fed, feed = llm(model=tiny_target), [], invariance._Probe.feed
+    monkeypatch.setattr(invariance._Probe, "feed", lambda *given: [fed.append(1), feed(*given)][1])
+    monkeypatch.setattr(checking, "run_requests", lambda *_, **__: ([], SimpleNamespace(tokens_per_second=1.0)))
+    given = {"engine": {"model": tiny_target}, "prompts": 1, "max_tokens": 1, "samples": 0, "page_sizes": (None,)}
+    config = CheckConfig(**given, rows=30)
+    for path in checking._paths(config, model):
+        invariance.self_test(path, rows=config.rows)
+    assert len(fed) <= estimate(config, model, [1, 2, 3, 4], 1) <= 20 * len(fed)
+    assert estimate(CheckConfig(**given), model, [1, 2, 3, 4], 1) > 10 * estimate(config, model, [1, 2, 3, 4], 1)
 
 
 @pytest.mark.parametrize("option", ["temperature", "accept", "layout"])

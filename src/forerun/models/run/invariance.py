@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.models.run.base import Model, new_attention
+from forerun.models.run.base import Model, ModelInfo, new_attention
 
 ROWS = 330
 SUMS, PER_LAYER, MOST_RUNS = 20e6, 7, 16
@@ -77,15 +77,18 @@ class _Probe:
             self.attention.pool.sources.clear()
 
 
+def runs_of(info: ModelInfo) -> int:
+    """Runs that compare ``SUMS`` of a model that torch computes."""
+    return min(MOST_RUNS, math.ceil(SUMS / (ROWS * PER_LAYER * info.num_layers * info.hidden_size)))
+
+
 def self_test(
     model: Model, *, page_size: int | None = None, rows: int | None = None, chunks: Sequence[int] = CHUNKS
 ) -> list[Finding]:
     """Feed tokens in equal and in ragged chunks, beside other sequences and as a path of a tree. Returns every way in
     which some row's logits differ from decoding one by one. ``rows`` tokens in one run; None: ``ROWS`` in so many runs
     that ``SUMS`` are compared. A short context means fewer rows."""
-    runs, info = 1, model.info
-    if rows is None and getattr(model, "tiles", None) is not None:
-        runs = min(MOST_RUNS, math.ceil(SUMS / (ROWS * PER_LAYER * info.num_layers * info.hidden_size)))
+    runs = runs_of(model.info) if rows is None and getattr(model, "tiles", None) is not None else 1
     found: dict[str, Finding] = {}
     for seed in range(runs):
         for each in _run(_Probe(model, ROWS if rows is None else rows, page_size, CROWD + 5, seed), chunks):
