@@ -68,7 +68,8 @@ def texts(tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
     code = [inspect.getsource(__import__(name)) for name in MODULES if name in sys.stdlib_module_names]
     prose = "\n\n".join(pydoc_data.topics.topics.values())
     while True:
-        for text in (source.choice(code), prose):
+        long = [text for text in code if len(text) > 8 * length] or ["".join(source.sample(code, len(code)))]
+        for text in (source.choice(long), prose):
             ids: list[int] = []
             while len(ids) < length:
                 start = source.randrange(max(1, len(text) - 8 * length))
