@@ -116,6 +116,16 @@ def test_one_slow_round_is_not_what_work_costs():
     assert rest.extra < 0.02
 
 
+def test_nothing_is_compared_where_each_round_at_rest_verifies_a_draft():
+    """As where a request brings its own prediction."""
+    rest = Rest()
+    told(rest, rest.BLOCK, 1.0, 1.0, 1.5)
+    assert rest.resting
+    told(rest, rest.COLD + rest.CHECK, 1.0, 1.2, 1.2)
+    assert not rest.resting
+    assert rest.extra == 0.0
+
+
 def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
     rest, compared = Rest(), 0
     for _ in range(4000):

@@ -92,7 +92,9 @@ class Rest:
             enough = self.APART * (1.0 + more) if self._paid or self.follows else 0.0
             self.resting = self._since >= enough
             self._left = self.CHECK + self.COLD if self.resting else self.BLOCK
-        elif not self._work:  # a rest has ended
+            self._slow.clear()
+        elif not self._work or not self._slow:  # a rest has ended, or each round at rest had a draft to verify
+            self._work.clear()
             self.resting, self._left, self._since = False, self.BLOCK, 0
         else:
             self._compare()
