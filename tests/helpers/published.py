@@ -101,11 +101,12 @@ class Published(nn.Module):
         self.rotary, self.norm_output, self.target = LlamaRotaryEmbedding(config), norm_output, [target]
 
     @torch.no_grad()
-    def draft(self, committed, count, window=None):
+    def draft(self, committed, count, window=None, first=0):
+        """``first``: of the token from which it reads."""
         (target,) = self.target
         hidden = target(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
         states = torch.cat([norm(state[0]) for norm, state in zip(self.fc_norm, hidden[1:3])], -1)
-        feature, tokens = self.fc(self.input_norm(states)), list(committed)
+        feature, tokens = self.fc(self.input_norm(states))[first:], committed[first:]
         for _ in range(count):
             length = len(feature)
             cos, sin = self.rotary(feature, torch.arange(length)[None])
@@ -113,4 +114,4 @@ class Published(nn.Module):
             said = self.layers[0](embedded, feature, cos, sin, seen_by(length, window))[-1]
             tokens.append(int(EAGLE_IDS[self.lm_head(self.norm(said)).argmax()]))
             feature = torch.cat([feature, (self.norm(said) if self.norm_output else said)[None]])
-        return tokens[len(committed) :]
+        return tokens[len(committed) - first :]

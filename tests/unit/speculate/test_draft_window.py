@@ -20,13 +20,14 @@ TEXT = torch.randint(3, 90, (120,), generator=torch.Generator().manual_seed(1)).
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
-def drafted(engine, prompt):
+def drafted(engine, prompt, reads=None):
     """Every draft of a request, by the tokens that were committed then; and its answer."""
     result, propose = {}, engine.router.propose
     watch(engine.router, lambda sequences, _, drafts: result.update(
         {tuple(one.tokens): draft for one, draft in zip(sequences, drafts) if len(draft)}
     ))  # fmt: skip
     job = engine.add(prompt, GREEDY)[0]
+    job.sequence.reads = reads
     while engine.busy:
         engine.step()
     engine.router.propose = propose
@@ -75,15 +76,16 @@ def test_a_draft_model_drafts_what_an_explicit_mask_says(tiny_target, reference,
     assert different
 
 
-def test_a_head_drafts_what_an_explicit_mask_says(tiny_target, tmp_path, reference):
+@pytest.mark.parametrize(("window", "reads"), [(WINDOW, None), (None, 20), (WINDOW, 30)])
+def test_a_head_drafts_what_it_sees(tiny_target, tmp_path, reference, window, reads):
     config = config_of(Path(tiny_target), "dflash")
     weights = eagle_weights(config["hidden_size"])
     folder = save_eagle(tmp_path / "e", config, weights, "vLLM")
-    config = {"method": "eagle", "model": str(folder), "num_speculative_tokens": DEPTH, "draft_window": WINDOW}
+    config = {"method": "eagle", "model": str(folder), "num_speculative_tokens": DEPTH, "draft_window": window}
     engine = LLM(tiny_target, speculative_config=config, page_size=4).engine
-    drafts, answer = drafted(engine, TEXT)
+    drafts, answer = drafted(engine, TEXT, reads)
     assert answer == drafted(LLM(tiny_target, page_size=4, speculative_config=None).engine, TEXT)[1]
     head = Published(reference, weights)
     assert len(drafts) > 4
     for committed, draft in drafts.items():
-        assert draft.tokens == head.draft(committed, len(draft), WINDOW)
+        assert draft.tokens == head.draft(list(committed), len(draft), window, len(TEXT) - (reads or len(TEXT)))

@@ -18,7 +18,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Shadow, Verdict, evidence
 from forerun.speculate.length import Seconds, Setting
 from forerun.speculate.length.acceptance import Drafting, Lookups
-from forerun.speculate.length.adaptive import Adaptive
+from forerun.speculate.length.adaptive import Adaptive, Plan
 from forerun.speculate.length.base import Parts
 from forerun.speculate.length.prices import Curve, Prices, Timed
 from simulated import Machine, play
@@ -371,7 +371,7 @@ def rates(drafting, one, depth):
 
 @pytest.mark.usefixtures("steady")
 def test_acceptance_by_depth():
-    drafting = Drafting([0, 1, 2, 3], 0.6, 3.0)
+    drafting = Drafting([0, 1, 2, 3], 0.6, 3.0, 24.0, 3.0)
     assert rates(drafting, sequence(0), 1) == pytest.approx([0.6], abs=0.01)
     learn(drafting, 500, [(1, 0), (1, 0), (3, 3), (0, 0)], 3)
     first, second, third = rates(drafting, sequence(0), 3)
@@ -385,14 +385,31 @@ def test_acceptance_by_depth():
 def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short():
     """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
     one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
-    drafting = Drafting([0, 1, 2, 3, 4], 0.6, 3.0)
+    drafting = Drafting([0, 1, 2, 3, 4], 0.6, 3.0, 24.0, 3.0)
     learn(drafting, 200, [(1, 0), (1, 0), (4, 4), (0, 0)], 4)
     for chance in drafting.expected(sequence(0)):
         assert chance == pytest.approx(0.25, rel=0.06)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_round_in_which_a_drafter_only_read_teaches_nothing_of_its_drafts(reads):
+    """Of five rounds three had no draft: it read a long prompt, or found nothing to draft. All drafts are accepted."""
+    behind = 0
+    policy, one = Adaptive(Setting({"m": [0, 1, 2, 3]}, backlog=lambda one: behind)), sequence(0)
+    one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+    for missing in (30, 20, 10, 0, 0) * 6:
+        behind = missing + 10 if reads else 1
+        policy._plan = Plan({one.id: 2}, sequences=frozenset([one.id]), rounds_left=9)
+        (budget,) = policy.budgets([one])
+        drafted = 0 if missing else budget
+        behind = missing + 1 if reads else 2
+        verdict = Verdict([*range(drafted)], 0, tokens=[0] * (drafted + 1), fed=1, tested=drafted)
+        policy.observe([one], [Draft.chain([0] * drafted)], [verdict], Seconds(1e-3, 1e-2, 0.0))
+    assert (policy._drafting(one).expected(one)[0] > 0.7) == reads
+
+
 def test_a_sequence_moves_what_is_expected_of_its_method():
-    drafting, one, other = Drafting([0, 1, 2], 0.5, 3.0), sequence(0), sequence(1)
+    drafting, one, other = Drafting([0, 1, 2], 0.5, 3.0, 24.0, 3.0), sequence(0), sequence(1)
     assert rates(drafting, one, 2) == pytest.approx([0.5, 0.5], abs=0.04)
     for _ in range(40):
         drafting.count(one, 2, Draft.chain([0, 0]), 2)
@@ -407,7 +424,7 @@ def test_a_sequence_moves_what_is_expected_of_its_method():
 
 
 def test_answers_without_drafts_bring_back_what_was_expected_at_first():
-    drafting, one = Drafting([0, 1, 2], 0.7, 8.0), sequence(0)
+    drafting, one = Drafting([0, 1, 2], 0.7, 8.0, 24.0, 3.0), sequence(0)
     first = drafting.expected(one)
     learn(drafting, 4, [(2, 0)] * 20, 2)
     assert drafting.expected(one)[0] < 0.2

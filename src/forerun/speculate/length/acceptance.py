@@ -56,16 +56,18 @@ class Drafting:
 
     WINDOWS = (64, 128, 256)
     """A drafter may begin with the last so many tokens, if its backlog is at least twice as long."""
-    WINDOW_LOSS, BEGUN = 24.0, 3.0
-    """One that began with the last n tokens keeps n / (n + WINDOW_LOSS) of its first rate (at 128: 0.83 to 0.89); the
-    variance of that in log odds."""
 
-    def __init__(self, nodes: Sequence[int], rate: float, weight: float) -> None:
-        """``rate``: the acceptance rate before anything was tried, which weighs as much as ``weight`` tokens."""
+    def __init__(self, nodes: Sequence[int], rate: float, weight: float, loss: float, variance: float) -> None:
+        """
+        Args:
+            rate: the acceptance rate before anything was tried, which weighs as much as ``weight`` tokens.
+            loss: one that began with the last n tokens keeps n / (n + loss) of its first rate.
+            variance: of a window's log odds.
+        """
         self.depth, self.nodes, first = len(nodes) - 1, nodes, _log_odds(rate)
         self.prior = [(first, 1.0 / (weight * rate * (1.0 - rate))), *[(first, self.DEEPER)] * (self.depth - 1)]
         self.depths = [[*each] for each in self.prior]
-        self.begun = {n: [_log_odds(rate * n / (n + self.WINDOW_LOSS)) - first, self.BEGUN] for n in self.WINDOWS}
+        self.begun = {n: [_log_odds(rate * n / (n + loss)) - first, variance] for n in self.WINDOWS}
         self.own: dict[int, list[float]] = {}
         """By request."""
         self.exists = [1.0] * self.depth

@@ -75,8 +75,8 @@ class Adaptive(LengthPolicy):
     """The same after so many rounds with drafts that were much slower."""
     WARM, COLD = 5, 0.5
     """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
-    RATE, WEIGHT, MODEL_RATE, MODEL_WEIGHT = 0.6, 4.0, 0.7, 8.0
-    """Prior acceptance rates, and their weights in tokens: of a drafter, of a draft model."""
+    HEAD, MODEL = (0.6, 4.0, 6.0, 0.1), (0.7, 8.0, 24.0, 3.0)
+    """What is assumed of a drafter and of a draft model: the arguments of ``Drafting``."""
     WAITS = (2, 4, 8, 16, 32)
     """After so many more tokens, a drafter may begin to read."""
     LEAST, BETTER, FINDS = 0.05, 1.15, 0.15
@@ -129,6 +129,8 @@ class Adaptive(LengthPolicy):
         self._vain = 0
         """Trials since drafts last paid."""
         self._backlogged = False
+        self._behind: dict[int, int] = {}
+        """By sequence, the backlog of its drafter before this round."""
         self._planning = 0.0
         """Seconds of a plan, usually."""
         self._chances_now: dict[object, list[float]] = {}
@@ -180,6 +182,7 @@ class Adaptive(LengthPolicy):
             plan.rounds_left = max(1, min(longest_plan, most))
         plan.rounds_left -= 1
         self._backlogged = False
+        self._behind.clear()
         budgets = [self._budget(s, cap, plan) if cap else 0 for s, cap in zip(sequences, longest)]
         self._budgets = budgets
         return budgets
@@ -189,8 +192,8 @@ class Adaptive(LengthPolicy):
         parts = self.parts(sequence)
         depth = min(cap, plan.depths.get(sequence.id, 0)) if parts.steps is not None else 0
         if depth:
-            backlog = min(self.setting.backlog(sequence), sequence.reads or sys.maxsize)
-            self._backlogged |= backlog > depth + 1
+            self._behind[sequence.id] = backlog = self.setting.backlog(sequence)
+            self._backlogged |= min(backlog, sequence.reads or sys.maxsize) > depth + 1
         # A look-up would be a draft, too: while plain rounds are timed (``_checking``) none is made.
         looks = cap if parts.lookups and self._checking < 0 and self._looks(sequence, plan) else 0
         return self._set(sequence, parts, depth, looks)
@@ -301,6 +304,8 @@ class Adaptive(LengthPolicy):
             for depth, evidence in enumerate(draft.evidence[: matched + 1]):
                 learnt.learn(sequence.id, evidence, depth < matched)
         elif steps is not None and (budget := (sequence.depths or {}).get(steps)):
+            if not len(draft) and self.setting.backlog(sequence) < self._behind.get(sequence.id, 0):
+                return  # it read, and may draft in a later round
             self._drafting(sequence).count(sequence, budget, draft, matched)
 
     def longest_nodes(self, sequence: RequestState) -> int:
@@ -344,8 +349,7 @@ class Adaptive(LengthPolicy):
 
     def _learnt(self, method: str, samples: bool) -> Drafting:
         if (method, samples) not in self.drafting:
-            model = method in self.setting.models
-            prior = (self.MODEL_RATE, self.MODEL_WEIGHT) if model else (self.RATE, self.WEIGHT)
+            prior = self.MODEL if method in self.setting.models else self.HEAD
             self.drafting[method, samples] = Drafting(self.setting.nodes[method], *prior)
         return self.drafting[method, samples]
 
@@ -492,7 +496,7 @@ class Adaptive(LengthPolicy):
             started = sequence.id in drafting.own
             waits = backlog > self.setting.nodes[method][-1] + 1
             options: list[tuple[int | None, int]] = [(reads, backlog if waits else 0)]
-            if started and reads is not None:
+            if started and reads is not None and method in self.setting.models:  # a head keeps no states to read later
                 options.append((None, len(sequence.tokens)))
             elif waits and not started:
                 windows = drafting.WINDOWS if method in self.setting.skips else ()

@@ -38,8 +38,8 @@ L = TypeVar("L", bound="LayerConfig")
 class LayerConfig(StepsConfig, HeadConfig, CatchUpConfig):
     """Options of a head and of trees."""
 
-    prefill_chunk: int = 128
-    """As for a draft model, but a row costs more: features are as wide as the target's."""
+    prefill_chunk: int = 256
+    """As for a draft model."""
 
 
 class LayerDrafter(FeatureDrafter[L]):
@@ -53,6 +53,7 @@ class LayerDrafter(FeatureDrafter[L]):
     """What replaces the feature while drafting: ``chain.FEEDS_RAW`` or ``FEEDS_NORMED``."""
     ids: torch.Tensor | None
     """int64 ascending: the tokens of a reduced output layer; None: all."""
+    can_skip = True
 
     def use(self, decoder: DraftDecoder, feeds: int, ids: torch.Tensor | None) -> None:
         """Drafts with ``decoder``, and makes a cache for it."""
@@ -122,10 +123,19 @@ class LayerDrafter(FeatureDrafter[L]):
     def _fits(self, sequence: RequestState, rows: int) -> bool:
         """Reserves pages for its tokens and ``rows`` drafted ones; False if there are none. A new sequence starts from
         the prefix cache. Its entries are those that the target's tokens have there, as far as they were read."""
-        pool, skipped = self.attention.pool, self.skipped[sequence.id]
-        if skipped and self.tree is not None and sequence.id not in pool.block_tables:
-            self.skipped[sequence.id] -= self.tree.match_prefix(sequence.id, sequence.tokens, skipped)
+        pool = self.attention.pool
+        if sequence.id not in pool.block_tables:
+            self._skip(sequence)
+            if (skipped := self.skipped[sequence.id]) and self.tree is not None:
+                self.skipped[sequence.id] -= self.tree.match_prefix(sequence.id, sequence.tokens, skipped)
         return pool.try_reserve(sequence.id, self._end(sequence) + 1 + rows)
+
+    def _skip(self, sequence: RequestState) -> None:
+        """Drops the features of tokens that it is not to read (``RequestState.reads``)."""
+        unread = 0 if sequence.reads is None else self._end(sequence) - sequence.reads
+        if unread > 0:
+            self.pending[sequence.id] = [torch.cat(self.pending[sequence.id])[unread:].clone()]
+            self.skipped[sequence.id] += unread
 
     def _keep(self, sequence: RequestState) -> None:
         """Adds its entries to the prefix cache, unless some are missing among them. The last one of a prefix may be of
