@@ -71,6 +71,15 @@ def test_a_rest_is_longer_where_more_is_lost_and_ends_where_look_ups_find_someth
     assert rounds_of_a_rest(1.6, found=True) < rounds_of_a_rest(1.6) / 4
 
 
+def test_what_an_earlier_process_found_free_is_soon_compared_again():
+    rest = Rest()
+    rest.restore([-0.1, 1, 1.1])
+    told(rest, rest.BLOCK, 1.0, 1.0, 1.2)
+    assert rest.resting
+    told(rest, rest.COLD + rest.CHECK, 1.0, 1.0, 1.0)
+    assert rest.extra > 0.05
+
+
 def test_rounds_that_read_prompts_count_but_are_not_compared():
     """Many clients ask so often that few rounds read no prompt."""
     rest, rounds = Rest(), 0

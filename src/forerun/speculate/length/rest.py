@@ -130,9 +130,10 @@ class Rest:
         extra, compared, gain = map(float, state)
         if not (abs(extra) < 1.0 and compared >= 0 and 0.0 < gain < inf):
             raise ValueError("not what comparisons say")
-        self.extra, self._compared = extra, int(compared)
+        self.extra, self._compared = max(0.0, extra), int(compared)  # work that saves time was noise
         if compared:
             self._decide(gain)
+            self._paid = False  # it is compared again soon, unless drafts pay clearly
 
     def _gain(self) -> float:
         """The speed of the rounds with speculation over those at rest."""
