@@ -93,10 +93,14 @@ def closed(properties, *required, **more):
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
 
 
-def wait_idle(server):
-    """Until the server knows of every reader who has left, and nothing runs."""
-    for _ in range(1000):
-        if not server.engine.streams and not server.engine.engine.jobs:
+def until(condition):
+    for _ in range(2000):
+        if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("a request still runs")
+    raise AssertionError("it did not happen")
+
+
+def wait_idle(server):
+    """Until the server knows of every reader who has left, and nothing runs."""
+    until(lambda: not server.engine.streams and not server.engine.engine.jobs)

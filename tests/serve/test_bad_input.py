@@ -281,7 +281,7 @@ def test_bodies_are_bounded_in_size_and_time(strict):
 
         def slow():
             yield b'{"prompt'
-            stuck.wait(3)
+            stuck.wait(1.5)
 
         answer = client.post(f"http://{host}{COMPLETIONS}", content=slow(), headers=key)
         stuck.set()

@@ -2,11 +2,10 @@
 
 import json
 import socket
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from running import run_server
+from running import run_server, until
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
@@ -50,6 +49,20 @@ def rest(client):
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+def dripped(client):
+    """What comes to one who goes on sending drops until the server ends the connection."""
+    client.settimeout(0.05)
+    for _ in range(600):
+        try:
+            client.sendall(b"x")
+            return client.recv(1000)
+        except TimeoutError:
+            continue
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+    raise AssertionError("the server still waits")
 
 
 def answer(client):
@@ -164,19 +177,9 @@ def test_a_head_has_its_time(hasty, start, first):
 
 def test_drops_of_a_head_do_not_extend_it(hasty):
     with connection(hasty) as client:
-        client.settimeout(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\nX: ")
-        for _ in range(400):
-            try:
-                client.sendall(b"x")
-                said = client.recv(1000)
-            except TimeoutError:
-                continue
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            assert said == b"" or said.startswith(b"HTTP/1.1 408 ")
-            return
-        raise AssertionError("the server still waits")
+        said = dripped(client)
+        assert said == b"" or said.startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty):
@@ -184,17 +187,7 @@ def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty):
     with connection(hasty) as client:
         client.sendall(POST + b"Content-Length: 10000000\r\n\r\n")
         assert answer(client)[0] == 413
-        client.settimeout(0.1)
-        for _ in range(300):
-            try:
-                client.sendall(b"x")
-                assert client.recv(1000) == b""
-            except TimeoutError:
-                continue
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            return
-        raise AssertionError("the server still reads")
+        assert dripped(client) == b""
 
 
 @pytest.mark.usefixtures("slow_rounds")
@@ -215,11 +208,7 @@ def test_who_takes_no_answer_is_left(hasty):
             for _ in range(1000):
                 client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         here = client.getsockname()
-        for _ in range(1000):
-            if here not in [other.client for other in list(hasty.server.server_state.connections)]:
-                return
-            time.sleep(0.02)
-        raise AssertionError("the server still waits")
+        until(lambda: here not in [other.client for other in list(hasty.server.server_state.connections)])
 
 
 # ------------------------------------------------------------------------------------------------------------- number

@@ -1,12 +1,11 @@
 """Prometheus metrics, held against what answers say of themselves."""
 
 import itertools
-import time
 from collections import defaultdict
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import run_server
+from running import run_server, until
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
@@ -123,16 +122,8 @@ def test_acceptance_by_the_length_of_the_text(server):
 
 def grown(server, before, reason):
     """Wait until so many more answers ended for ``reason``."""
-
-    def check(count):
-        for _ in range(500):
-            after = read(server)
-            if after["request_success_total", reason] - before["request_success_total", reason] == count:
-                return
-            time.sleep(0.01)
-        raise AssertionError(after)
-
-    return check
+    key = "request_success_total", reason
+    return lambda count: until(lambda: read(server)[key] - before[key] == count)
 
 
 @pytest.mark.usefixtures("slow_rounds")

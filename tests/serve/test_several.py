@@ -18,7 +18,7 @@ import ollama
 import pytest
 from huggingface_hub import constants
 from prometheus_client.parser import text_string_to_metric_families
-from running import TEMPLATE, run_app
+from running import TEMPLATE, run_app, until
 from test_process import FAST_LOG, serving
 
 from forerun import LLM, ConfigError, SamplingParams
@@ -38,7 +38,7 @@ TWO = "1.6MB"
 """Holds two of the models with their caches, and not three."""
 ENGINE = {"page_size": 16, "kv_cache_memory": CACHES, "threads": 1}
 ASK = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-LONG = {**ASK, "max_tokens": 200, "stream": True}
+LONG = {**ASK, "max_tokens": 80, "stream": True}
 A, B, C, BROKEN = (f"hf:own/{name}" for name in ("a", "b", "c", "broken"))
 
 
@@ -98,14 +98,6 @@ def ask(http, model, **more):
 
 def in_memory(http):
     return [each["name"] for each in http.get("/api/ps").json()["models"]]
-
-
-def until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 @pytest.fixture
@@ -224,7 +216,7 @@ def test_a_stream_is_never_cut(here, loads, alone, slow):
         assert texts, "it was loaded while both were in use"
         for thread in threads:
             thread.join(60)
-        assert texts == {name: alone(name, max_tokens=200) for name in (A, B)}
+        assert texts == {name: alone(name, max_tokens=LONG["max_tokens"]) for name in (A, B)}
         assert loads == [A, B, C]
 
 
@@ -232,7 +224,7 @@ def test_who_waits_for_memory_too_long_is_told(here, slow):
     with library("0.8MB") as (several, _, http):
         ask(http, A, max_tokens=1)
         usual, several.options = several.options, replace(several.options, request_timeout=0.3)
-        body = {**LONG, "model": A}
+        body = {**LONG, "max_tokens": 200, "model": A}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -447,4 +439,4 @@ def test_a_drain_waits_for_answers_of_all_models(here, slow):
         late = http.post("/v1/completions", json={**ASK, "model": B})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
         reader.join(30)
-        assert len(texts[A]) == 200
+        assert len(texts[A]) == LONG["max_tokens"]
