@@ -269,8 +269,7 @@ class Pages:
         if counts != self.ref_counts:
             wrong = [page for page in range(self.num_pages) if counts[page] != self.ref_counts[page]]
             raise AssertionError(f"reference counts are off for pages {wrong[:8]}")
-        free = set(self.free_pages)
-        if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.ref_counts[p] == 0}:
+        if sorted(self.free_pages) != [page for page in range(self.num_pages) if self.ref_counts[page] == 0]:
             raise AssertionError("the free list and the reference counts disagree")
         if self.sources is not None:
             self.sources.check()

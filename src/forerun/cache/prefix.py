@@ -329,9 +329,11 @@ class PrefixTree:
         self.matched.pop(key, None)
 
     def check(self) -> None:
-        """Raises AssertionError unless every kept state is accounted for."""
+        """Raises AssertionError unless every sequence and kept state is accounted for."""
         if any(node.states.get(offset) != slot for slot, (node, offset) in self.states.items()):
             raise AssertionError("a page does not know of its state")
+        if not {*self.last_nodes, *self.matched} <= {*self.pages.block_tables}:
+            raise AssertionError("a sequence that has no pages is remembered")
         states = self.pages.states
         if states is not None:
             pending = {slot for slots in states.to_store.values() for slot in slots.values()}
@@ -341,8 +343,7 @@ class PrefixTree:
 
 def _covered(node: _Node, rest: Sequence[int]) -> list[int]:
     """Those of a page's states whose tokens ``rest`` begins with."""
-    shared = _common_length(node.tokens, rest) if node.states else 0
-    return [offset for offset in node.states if offset <= shared]
+    return [offset for offset in node.states if offset <= _common_length(node.tokens, rest)]
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -330,7 +330,7 @@ class States:
 
     def check(self, keys: Sequence[int]) -> None:
         """Raises AssertionError unless exactly the sequences ``keys``, which have pages, have states."""
-        if sorted(self.slots) != sorted(keys):
+        if sorted(self.slots) != sorted(keys) or not {*self.lengths, *self.to_store, *self.origins} <= {*keys}:
             raise AssertionError("sequences with pages and those with states differ")
         slots = sorted([*self.slots.values(), *self.kept, *self.free_slots])
         if slots != [*range(self.count + self.max_kept)] or len(self.kept) > self.max_kept:

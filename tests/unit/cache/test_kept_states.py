@@ -62,12 +62,12 @@ def test_eight_drafted_tokens_take_little_memory(state, layers, token):
 
 
 def test_there_is_room_for_so_many_sequences_and_a_new_one_begins_at_nothing():
-    of = pool(count=2)
+    of = pool(count=2, kept=1)  # a slot that is free is not for a sequence
     feed(of, Span(0, 0, [1] * 3, settled=3))
     feed(of, Span(1, 0, [1] * 3, settled=3))
     assert not of.try_reserve(2, 1)
     assert not of.can_reserve(2, 1)
-    assert of.try_reserve(1, 4)
+    assert of.try_reserve(1, 5)
     of.states.records[2].fill_(float("nan"))
     assert of.has_nan(0)
     of.free(0)
@@ -91,19 +91,18 @@ def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_
     feed(of, Span(0, 0, [1] * 5, settled=5))
     early, late = of.states.allocate_kept(), of.states.allocate_kept()
     assert of.states.allocate_kept() is None
-    of.states.store_at(0, 6, early)
-    of.states.store_at(0, 9, late)
+    of.states.store_at(0, 7, early)
+    of.states.store_at(0, 8, late)  # read, and not settled
     of.reserve(0, 12)
-    replay = of.states.plan(Batch([Span(0, 5, [1] * 3, settled=8)]))
-    assert replay.runs[0].copies == [(0, early)]
-    feed(of, Span(0, 5, [1] * 3, settled=8))
-    assert of.states.pop_stored(0) == [(6, early)]
-    assert of.states.pop_stored(0) == []
+    replay = of.states.plan(Batch([Span(0, 5, [1] * 3, settled=7)]))
+    assert replay.runs[0].copies == [(1, early)]
+    feed(of, Span(0, 5, [1] * 3, settled=7))
+    assert [of.states.pop_stored(0) for _ in range(2)] == [[(7, early)], []]
     of.states.checkpoints[1][early] = 7.0
-    of.states.start_from(1, early, 6)
+    of.states.start_from(1, early, 7)
     of.states.allocate(1)
-    assert of.states.lengths[1] == 6
-    assert [held(of, 1, entry) for entry in (4, 5)] == [4, 5]
+    assert of.states.lengths[1] == 7
+    assert [held(of, 1, entry) for entry in (5, 6)] == [5, 6]
     assert bool((of.states.checkpoints[1][of.states.slots[1]] == 7.0).all())
     of.free(0)
     of.states.release(1)
@@ -112,11 +111,13 @@ def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_
 
 
 def test_the_state_of_a_sequence_that_goes_stays_where_it_is():
-    of = pool(kept=1)
+    of = pool(kept=2)
     feed(of, Span(0, 0, [1] * 5, settled=4))
     slot = of.states.slots[0]
+    of.states.store_at(0, 9, of.states.allocate_kept())
     assert of.states.keep_own(0) == slot
     of.free(0)
+    assert of.states.allocate_kept() is not None
     feed(of, Span(1, 0, [1] * 2, settled=2))
     assert of.states.keep_own(1) is None
     of.states.free_kept(slot)
@@ -125,8 +126,10 @@ def test_the_state_of_a_sequence_that_goes_stays_where_it_is():
 
 def test_a_prompt_keeps_states_behind_its_last_page_and_at_doubling_distances_before():
     of = pool(kept=16)
-    PrefixTree(of).keep_states(0, 100, 100)
-    assert sorted(of.states.to_store[0]) == [88, 92, 96]
+    tree = PrefixTree(of)
+    for of.lengths[0], end in ((0, 92), (92, 100)):  # read in two parts, one of which ends at such a place
+        tree.keep_states(0, end, 100)
+    assert (sorted(of.states.to_store[0]), len(of.states.kept)) == ([88, 92, 96], 3)
 
 
 @pytest.mark.parametrize(
@@ -141,23 +144,48 @@ def test_others_wait_for_the_next_state_that_neither_is_known_nor_computed(compu
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_sequence_starts_at_a_state_one_page_behind_what_is_known(partial):
     of, tokens = pool(kept=2), [*range(12)]
-    tree, slot = PrefixTree(of), of.states.allocate_kept()
-    of.states.store_at(0, 4, slot)
-    feed(of, Span(0, 0, tokens[:8], settled=8))
-    tree.insert(0, tokens, 8)
-    of.free(0)
+    tree = PrefixTree(of)
+    for _ in range(2):  # the same again: one state is enough
+        of.states.store_at(0, 4, of.states.allocate_kept())
+        feed(of, Span(0, 0, tokens[:8], settled=8))
+        tree.insert(0, tokens, 8)
+        of.free(0)
+    (slot,) = of.states.kept
     assert tree.match_length(tokens, 11) == tree.match_prefix(1, tokens, 11, partial=partial) == 4
     assert (of.states.origins, tree.matched) == ({1: (slot, 4)}, {1: 8})
+    of.free(1)
+    of.check()
 
 
-def test_a_sequence_that_ends_with_its_first_page_leaves_its_state():
+@pytest.mark.parametrize(("read", "settled", "whole"), [(4, 4, 4), (8, 4, 4), (8, 8, 8), (6, 6, 0)])
+def test_a_sequence_that_ends_leaves_its_state(read, settled, whole):
     of, tokens = pool(kept=1), [*range(12)]
     tree = PrefixTree(of)
-    feed(of, Span(0, 0, tokens[:4], settled=4))
-    tree.insert_finished(0, tokens, 4)
+    feed(of, Span(0, 0, tokens[:read], settled=settled))
+    tree.insert_finished(0, tokens, read)
     of.free(0)
     of.check()
-    assert tree.match_length(tokens, 11) == tree.match_prefix(1, tokens, 11) == 4
+    assert (tree.match_length(tokens, 11), tree.match_prefix(1, tokens, 11)) == (whole, settled)
+    assert tree.matched == ({1: read} if settled < read else {})
+
+
+def test_the_state_that_was_used_longest_ago_makes_room():
+    of = pool(kept=2)
+    tree = PrefixTree(of)
+
+    def end(token):
+        feed(of, Span(0, 0, [token] * 4, settled=4))
+        tree.insert_finished(0, [token] * 4, 4)
+        of.free(0)
+        of.check()
+        return [each for each in range(5) if tree.match_length([each] * 5, 4)]
+
+    assert [end(0), end(1)] == [[0], [0, 1]]
+    assert tree.match_prefix(1, [0] * 5, 4) == 4
+    of.free(1)
+    assert [end(2), end(0), end(3)] == [[0, 2], [0, 2], [0, 3]]
+    tree.keep_states(1, 5, 5)
+    assert [*of.states.to_store[1]] == [4]
 
 
 def test_half_of_the_memory_is_for_states_at_most():

@@ -67,9 +67,6 @@ class Shelf:
     def forget(self, key):
         pass
 
-    def evict_states(self):
-        pass
-
     def check(self):
         assert all(self.pool.cached[page] for page in self.pages)
 
