@@ -95,10 +95,15 @@ def test_a_run_that_was_interrupted_ends_where_an_uninterrupted_one_does(tmp_pat
 
 
 def test_the_log_has_every_step_and_the_evaluations(tmp_path):
-    run(Bigram(), stream(), loss, settings(tmp_path), evaluate=lambda model: {"figure": 1.5})
+    figures = iter((1.5, 2.5))
+    ended, again = (
+        run(Bigram(), stream(), loss, settings(tmp_path), evaluate=lambda model: {"figure": next(figures)})
+        for _ in range(2)
+    )
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["tokens"] for line in lines if "figure" in line] == [80, 160]
+    assert (ended.figures, again.figures) == ({"figure": 2.5}, {})  # nothing was left to train, or to evaluate
 
 
 def test_training_learns_the_stream(tmp_path):

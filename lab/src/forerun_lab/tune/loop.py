@@ -64,6 +64,7 @@ class State:
     steps: int = 0
     seconds: float = 0.0  # time spent in steps, without pauses and evaluations
     plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, tokens of the whole run from then on]
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of the weights at the end, if they were evaluated then
 
 
 def run(
@@ -91,6 +92,7 @@ def run(
     if not state.steps:
         log.write_text("", encoding="utf-8")
     last_save, last_evaluation = time.monotonic(), state.tokens
+    figures: Mapping[str, Any] = {}
     unit, total = ("seconds", round(settings.seconds)) if settings.seconds else ("tokens", settings.tokens)
     with Interrupt() as interrupt, progress(f"training, {unit}", total, settings.progress) as bar:
         bar.say(f"loss: {label.text}")
@@ -116,6 +118,7 @@ def run(
             f"stopped after {state.tokens:,} of {settings.tokens:,} tokens, saved in {settings.out}: the same "
             "command resumes"
         )
+    state.figures = figures  # after the last checkpoint: a run that goes on from it has other weights
     return state
 
 

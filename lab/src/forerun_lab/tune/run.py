@@ -326,7 +326,7 @@ def _train(config: TuneConfig, opened: Checkpoint, state: TuneState, run: Path, 
             seconds = max(1.0, _draft_seconds(config, state) - fitted["seconds"])
             settings = _settings(config, kind, seconds, run / f"training {name}")
             done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, LOSS_LABEL)
-            learnt = loop.evaluated(trainer.evaluate, draft)
+            learnt = done.figures or loop.evaluated(trainer.evaluate, draft)
             better = sum(learnt["accepted_at_0"]) >= sum(fitted["accepted_at_0"])
             if not better:
                 draft = read_start(kind, first, target)
