@@ -30,26 +30,24 @@ def kept(make, *parts):
     return path
 
 
-def compiled(compiler, *machine):
-    """The kernels as a compiler makes them with the options ``machine``, quickly."""
+def compiled(compiler, *machine, dtype=""):
+    """The kernels as a compiler makes them with the options ``machine``, quickly; those of one dtype, or all."""
+    each = f"-DFOR_EACH_TYPE(F)=F({dtype}, {kernels.TYPES.get(dtype)})"
+    units = [(each, str(source)) for source in kernels.SOURCES if source.stem != "quants"] if dtype else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
         version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
         by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
-        make = partial(kernels.compile_kernels, compiler, machine=machine, timeout=None)
-        return kept(make, *by, version, *kernels._flags(), *machine)
+        make = partial(kernels.compile_kernels, compiler, machine=machine, timeout=None, units=units)
+        return kept(make, *by, version, *kernels._flags(), *machine, dtype)
 
 
-def bound(path):
-    result = ctypes.CDLL(str(path))
+def kernels_for(*machine, **which):
+    """As the compiler that is here makes them with the options ``machine``."""
+    result = ctypes.CDLL(str(compiled(kernels.compiler(), *machine, **which)))
     kernels._bind(result)
     return result
-
-
-def kernels_for(*machine):
-    """As the compiler that is here makes them with the options ``machine``."""
-    return bound(compiled(kernels.compiler(), *machine))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def avx2():
-    return kernels_for("-march=x86-64-v3")
+    return kernels_for("-march=x86-64-v3", dtype="float32")
 
 
 def logits(folder):
