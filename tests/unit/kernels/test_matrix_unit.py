@@ -219,13 +219,14 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
     assert "matrix unit" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "word"), [("linear", "tdpbf16ps"), ("quants", "tdpbsud")])
-def test_the_words_of_the_unit_itself_compile(name, word):
+@pytest.mark.parametrize(("part", "word"), [("linear", "tdpbf16ps"), ("q4_0", "tdpbsud"), ("q4_k", "tdpbsud")])
+def test_the_words_of_the_unit_itself_compile(part, word):
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     flags = [*kernels.VARIANTS["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S"]
-    command = [*kernels.compiler(), *flags, str(kernels.HERE / f"{name}.cpp")]
+    unit = kernels.units_of(part)[0] if part in structs.QUANTS else [str(kernels.HERE / f"{part}.cpp")]
+    command = [*kernels.compiler(), *flags, *unit]
 
     def make(to):
         subprocess.run([*command, "-o", str(to)], check=True, capture_output=True, env=around)
 
-    assert {word, "tilerelease"} <= set(re.findall(r"\w+", kept(make, *flags, name).read_text(encoding="utf-8")))
+    assert {word, "tilerelease"} <= set(re.findall(r"\w+", kept(make, *flags, part).read_text(encoding="utf-8")))
