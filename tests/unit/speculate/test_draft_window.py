@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from drafting import watch
 from forerun import LLM, SamplingParams
+from forerun.speculate.draft import drafters
 from published import Published, eagle_weights
 from unrolled import seen_by
 
@@ -89,3 +90,21 @@ def test_a_head_drafts_what_it_sees(tiny_target, tmp_path, reference, window, re
     assert len(drafts) > 4
     for committed, draft in drafts.items():
         assert draft.tokens == head.draft(list(committed), len(draft), window, len(TEXT) - (reads or len(TEXT)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
+def test_a_head_that_skips_tokens_drafts_as_behind_cached_ones(method, tiny_target, tmp_path):
+    """Of what the target takes from its prefix cache, a head has no states either."""
+    options = {"method": method, **drafters[method].example(Path(tiny_target), tmp_path), "num_speculative_tokens": 2}
+    results = []
+    for cached in (40, 0):
+        llm = LLM(tiny_target, speculative_config=options, page_size=4)
+        if cached:
+            llm.generate([TEXT[:cached]], GREEDY, speculate=False, use_tqdm=False)
+        (drafter,) = llm.engine.router.drafters.values()
+        results.append(drafted(llm.engine, TEXT, reads=None if cached else len(TEXT) - 40))
+        assert drafter.can_skip
+    assert results[0][1] == results[1][1]
+    drafts = [{text: draft.tokens for text, draft in each.items()} for each, _ in results]
+    assert drafts[0] == drafts[1]
+    assert drafts[0]

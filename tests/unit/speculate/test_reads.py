@@ -1,4 +1,4 @@
-"""A draft model may begin with the last tokens of a text, or wait until reading it pays; a head may wait."""
+"""A draft model or a head may begin with the last tokens of a text, or wait until reading it pays."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ HEAD_READING, HEAD_PREFILL = 0.18, 1.8
 @pytest.mark.parametrize("prompt", [300, 1500])
 @pytest.mark.parametrize("length", [3, 8, 15, 128])
 def test_a_head_waits_where_reading_does_not_pay(prompt, length):
-    """It cannot begin with the last tokens: it reads a whole prompt or none of it."""
+    """One that cannot begin with the last tokens: it reads a whole prompt or none of it."""
     machine = Machine(**HEAD, per_token_behind=HEAD_READING, multiple=1)
 
     def seconds(policy):
