@@ -51,7 +51,7 @@ def unhurried(row_multiple):
 
 
 def sequence(key, scheduled=1):
-    made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
+    made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=99999, drafter="m", scheduled=scheduled)
     made.num_computed_tokens = len(made.tokens) - scheduled
     return made
 
@@ -67,6 +67,7 @@ def one_round(policy, running, seconds, accepts=lambda one: True):
     policy.observe(
         running, [Draft.chain([0] * budget) for budget in budgets], verdicts, Seconds(*seconds(budgets), 0.0)
     )
+    policy.observe_host(0.0)
     return budgets
 
 
@@ -550,7 +551,7 @@ def test_drafts_go_on_after_rounds_for_which_no_rows_were_reserved():
     policy, given = unhurried(1), []
     policy.clock = partial(next, count(0.0, 1e-4))  # plans cost something, so that each holds for several rounds
     one = sequence(0)
-    for _ in range(1500):
+    for _ in range(4500):
         one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
         one.draft_budget = None
         one.draft_budget = policy.longest_nodes(one)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import exp, log, sqrt
+from itertools import accumulate
+from math import exp, log
+from operator import mul
 from typing import Any
 
 from forerun.core.request import RequestState
@@ -77,15 +79,10 @@ class Drafting:
 
     def expected(self, sequence: RequestState) -> list[float]:
         """By depth, the chance that all tokens of the sequence's next draft up to there are accepted."""
-        mean, variance = self.own.get(sequence.id, (0.0, self.OWN))
+        offset = self.own[sequence.id][0] if sequence.id in self.own else 0.0
         if sequence.reads is not None:
-            mean += self.begun[sequence.reads][0]
-        result, side = [0.0] * self.depth, sqrt(3.0 * variance)
-        for offset, weight in ((mean - side, 1 / 6), (mean, 2 / 3), (mean + side, 1 / 6)):  # the normal distribution
-            for index, (odds, _) in enumerate(self.depths):
-                weight /= 1.0 + exp(-odds - offset)
-                result[index] += weight
-        return result
+            offset += self.begun[sequence.reads][0]
+        return list(accumulate([1.0 / (1.0 + exp(-odds - offset)) for odds, _ in self.depths], mul))
 
     def count(self, sequence: RequestState, budget: int, draft: Draft, matched: int) -> None:
         """Learns from a draft of at most ``budget`` tokens."""

@@ -44,8 +44,6 @@ class Plan:
     """By sequence, the expected tokens of its draft beyond what the same time would bring otherwise."""
     sequences: frozenset[int] = frozenset()
     rounds_left: int = 0
-    trial: bool = False
-    """Whether its drafts are not expected to pay."""
     lost: float = 0.0
     """Plain rounds that its rounds have cost beyond the tokens they brought."""
 
@@ -57,24 +55,13 @@ class Adaptive(LengthPolicy):
     reproducible = False
     MARGIN = 1.03
     """The expected speedup from which drafts are used."""
-    ROUNDS = 24
-    """Most rounds of one plan; fewer while planning takes less than the first part ``PLANNING`` of the time, more while
-    it takes more than the second, as for many sequences on a GPU."""
-    PLANNING = (0.002, 0.005)
-    PLAN_LOSS = 0.4
-    """A plan that has lost so many plain rounds ends."""
-    TRIAL = 1
-    """Most rounds of a trial."""
-    START, EXPLORES, EARNS, SAVES = 1.4, 0.005, 0.05, 6.0
-    """What trials may cost, in plain rounds: at first; for each plain round, less after trials in vain; of each plain
-    round that drafts gained; and saved at most."""
-    CHECK, CHECK_EVERY, CHECK_SOON = 7, 300, 12
-    """Plain rounds that measure the machine's speed: once in so many rounds with drafts, and sooner where prices of
-    such batches were not measured."""
+    START, EXPLORES = 0.9, 0.001
+    """Plain rounds that drafts which are not expected to pay may cost: at first and at most, and more with each round
+    without drafts."""
+    PLANNING = 0.002
+    """A plan holds for so many rounds that planning takes this part of the time."""
     LATE = 8
-    """The same after so many rounds with drafts that were much slower."""
-    WARM, COLD = 5, 0.5
-    """Plain rounds after drafts before caches are as they are without drafts, and what that costs, in plain rounds."""
+    """After so many rounds with drafts that were much slower, plain ones tell whether the machine is."""
     HEAD, MODEL = (0.6, 4.0, 6.0, 0.1), (0.7, 8.0, 24.0, 3.0)
     """What is assumed of a drafter and of a draft model: the arguments of ``Drafting``."""
     WAITS = (2, 4, 8, 16, 32)
@@ -120,14 +107,10 @@ class Adaptive(LengthPolicy):
         self._round: tuple[float, float, float] | None = None
         """What it will be told of this round, but for the host's seconds."""
         self._number = 0
-        self._streak = 0
-        """Rounds since the last one of the other kind: with drafts, positive; plain ones, negative."""
-        self._since_plain = 0
-        self._checking = 0
-        self._savings = self.START
-        """What trials may cost now, in plain rounds."""
-        self._vain = 0
-        """Trials since drafts last paid."""
+        self._plain = False
+        """Whether the last round was one without drafts."""
+        self._allowance = self.START
+        """Plain rounds that drafts which are not expected to pay may cost now."""
         self._backlogged = False
         self._behind: dict[int, int] = {}
         """By sequence, the backlog of its drafter before this round."""
@@ -161,7 +144,6 @@ class Adaptive(LengthPolicy):
             self._budgets = [self._probe(sequence) if probes else 0 for sequence in sequences]
             return list(self._budgets)
         longest = [self.longest(sequence) for sequence in sequences]
-        self._checking -= 1  # below 0: no plain rounds are being timed
         self._rest = rest if any(longest) else None
         if not any(longest):  # also where this plan's own 0 was reserved: it comes to an end all the same
             self._plan.rounds_left -= 1
@@ -175,11 +157,7 @@ class Adaptive(LengthPolicy):
             self._plan = plan = self._make_plan(sequences, longest, table)
             self._planning += 0.2 * (self.clock() - began - self._planning)
             per_round = len(sequences) / max(plan.rate, 1e-9) * (table.level or 1.0)
-            # A trial lasts as long as it was paid for, and a plan that is made during a check ends with it.
-            longest_plan, shortest_plan = (int(self._planning / (share * per_round)) for share in self.PLANNING)
-            most = max(self.ROUNDS, shortest_plan)
-            most = self.TRIAL if plan.trial else self._checking if self._checking > 0 else most
-            plan.rounds_left = max(1, min(longest_plan, most))
+            plan.rounds_left = max(1, int(self._planning / (self.PLANNING * per_round)))
         plan.rounds_left -= 1
         self._backlogged = False
         self._behind.clear()
@@ -194,8 +172,7 @@ class Adaptive(LengthPolicy):
         if depth:
             self._behind[sequence.id] = backlog = self.setting.backlog(sequence)
             self._backlogged |= min(backlog, sequence.reads or sys.maxsize) > depth + 1
-        # A look-up would be a draft, too: while plain rounds are timed (``_checking``) none is made.
-        looks = cap if parts.lookups and self._checking < 0 and self._looks(sequence, plan) else 0
+        looks = cap if parts.lookups and self._looks(sequence, plan) else 0
         return self._set(sequence, parts, depth, looks)
 
     def _probe(self, sequence: RequestState) -> int:
@@ -263,11 +240,8 @@ class Adaptive(LengthPolicy):
         tokens, cost = sum([len(verdict.tokens) for verdict in verdicts]), self.prices.verify(table, rows, count)
         plain = self.prices.verify(table, count, count)
         spent = seconds.draft + seconds.verify + seconds.accept
-        self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
-        self._since_plain = self._since_plain + 1 if drafted else 0
-        self.prices.observe(
-            table, count, rows, seconds.verify + seconds.accept, seconds.experts, self._streak < -self.WARM
-        )
+        self.prices.observe(table, count, rows, seconds.verify + seconds.accept, seconds.experts, self._plain)
+        self._plain = not drafted
         if self._rest is not None and self._rest.resting:
             self._round = tokens / count * plain, cost, spent
             return
@@ -280,13 +254,13 @@ class Adaptive(LengthPolicy):
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / plain - tokens / count if drafted else 0.0
         self._plan.lost += loss
-        if self._plan.lost > self.PLAN_LOSS or (drafted and self.prices.slower == self.LATE):
+        if self._plan.speedup < self.MARGIN:
+            self._allowance = min(self._allowance - loss + self.EXPLORES * (not drafted), self.START)
+        late = drafted and self.prices.slower == self.LATE
+        if late and self._rest is not None:
+            self._rest.check()
+        if late or self._plan.lost > 0.0:
             self._plan.rounds_left = 0
-        if loss < 0.0:  # a gain; a trial's own is saved whole, since the trial was paid in advance
-            self._savings -= loss * (1.0 if self._plan.trial else self.EARNS)
-        elif not drafted:
-            self._savings += self.EXPLORES / (1 + self._vain)
-        self._savings = min(self._savings, self.SAVES)
 
     def _used(self, sequence: RequestState, draft: Draft) -> bool:
         """Whether the part that pays for each token made this draft."""
@@ -337,7 +311,6 @@ class Adaptive(LengthPolicy):
             self._drafting(sequence).release(sequence.id)
         for learnt in self.lookups.values():
             learnt.own.pop(sequence.id, None)
-        self._vain //= 2  # the next answer may be of another kind
         if sequence.num_output:
             self.lengths.seen.append(sequence.num_output)
 
@@ -366,49 +339,19 @@ class Adaptive(LengthPolicy):
         ids = frozenset([sequence.id for sequence in sequences])
         self._chances_now.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
-        reading = any(sequence.scheduled > 1 for sequence in sequences)
-        every = self.CHECK_SOON if table.unchecked else self.CHECK_EVERY
-        due = self._since_plain >= every or self.prices.slower >= self.LATE
-        if due and not reading and self._checking < 0:
-            self._checking = self.CHECK
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)
         plain = len(sequences) / self.prices.verify(table, len(sequences), len(sequences))
-        # Drafts that should not pay are tried all the same, seldom: otherwise no acceptance would ever be learnt again.
-        if best.depths and (self._checking > 0 or best.speedup < self.MARGIN):
-            best = self._trial(sequences, best, table)
-        elif best.depths:
-            self._vain = 0
-        elif any(stepping):
-            best = self._trial(sequences, self._least(sequences, stepping, table), table)
+        if best.speedup < self.MARGIN:
+            time = self._expected_tokens(sequences, best.depths) / len(sequences) / best.speedup
+            if time - 1.0 > self._allowance:
+                best = Plan()
         tokens, seconds = self._recent
         # Look-ups are not part of the plan. Where they bring more than it expects, the recent speed shows it.
         best.rate = max(best.speedup * plain, tokens / seconds if seconds else 0.0)
         best.sequences = ids
         self._set_nets(sequences, best, table)
         return best
-
-    def _least(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
-        """A draft of one or two tokens for the sequence with the highest chance."""
-        depth = 2 if len(sequences) == 1 else 1
-        _, key, cap = max((self._chances(s)[0], -s.id, cap) for s, cap in zip(sequences, longest) if cap)
-        depths = {-key: min(cap, depth)}
-        return Plan(depths, self._speedup(sequences, depths, table))
-
-    def _trial(self, sequences: Requests, plan: Plan, table: PriceTable) -> Plan:
-        """``plan`` for a few rounds if savings pay for it though nothing is accepted, else plain rounds."""
-        price = self.TRIAL * (self._expected_tokens(sequences, plan.depths) / len(sequences) / plan.speedup - 1.0)
-        price += self.COLD
-        if not self._affords(price):
-            return Plan()
-        self._savings -= price
-        self._vain += 1
-        plan.trial = True
-        return plan
-
-    def _affords(self, price: float) -> bool:
-        """Whether savings pay for something that is not expected to, and nothing else is being measured."""
-        return price < self._savings and self._checking <= 0
 
     def _set_nets(self, sequences: Requests, plan: Plan, table: PriceTable) -> None:
         """Sets ``net`` of each sequence that drafts."""
@@ -433,7 +376,7 @@ class Adaptive(LengthPolicy):
                 each = self._chances(sequence)[:cap]
                 chances += [(chance, index, depth) for depth, chance in enumerate(each, 1)]
         chances.sort(key=lambda each: -each[0])
-        depths, best, speed = [0] * len(sequences), [0] * len(sequences), 1.0
+        depths, best, speed = [0] * len(sequences), [0] * len(sequences), 0.0
         step = max(1, len(sequences) // 2)  # of a large batch every prefix would be priced, to no end
         for number, (_, index, depth) in enumerate(chances, 1):
             depths[index] = depth
@@ -442,7 +385,7 @@ class Adaptive(LengthPolicy):
             result = self._speedup(sequences, {s.id: d for s, d in zip(sequences, depths) if d}, table, copies)
             if result > speed:
                 best, speed = list(depths), result
-        return Plan({s.id: d for s, d in zip(sequences, best) if d}, speed)
+        return Plan({s.id: d for s, d in zip(sequences, best) if d}, speed or 1.0)
 
     def _expected_tokens(self, sequences: Requests, depths: Mapping[int, int]) -> float:
         """Expected tokens of a round."""
@@ -515,7 +458,7 @@ class Adaptive(LengthPolicy):
                 sequence.reads = options[now.index(best)][0]
                 if sequence.reads != reads:
                     drafting.own.pop(sequence.id, None)
-            elif waits and not self._affords(price * backlog / token):
+            elif waits:
                 longest[index] = 0
 
     def _worth(self, sequence: RequestState, ways: Sequence[tuple[float, float, float]], wait: int) -> list[float]:
@@ -540,7 +483,7 @@ class Adaptive(LengthPolicy):
         if key not in known:
             best = self._best_plan([sequence], [cap], table, count)
             # The last draft reaches beyond the end of the answer, so that a round's tokens save nothing.
-            known[key] = self._expected_tokens([sequence], best.depths), 1.0 - 1.0 / best.speedup
+            known[key] = self._expected_tokens([sequence], best.depths), 1.0 - 1.0 / max(1.0, best.speedup)
         sequence.reads = before
         if own is not None:
             all_own[sequence.id] = own

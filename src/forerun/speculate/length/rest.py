@@ -7,6 +7,7 @@ this work are compared with plain ones that follow at once.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from math import exp, inf, log
@@ -60,6 +61,11 @@ class Rest:
     def shorten(self) -> None:
         """Another kind of text may come: the rest ends soon."""
         self._left = min(self._left, self.BLOCK)
+
+    def check(self) -> None:
+        """Rounds with speculation have become slower: they are compared now."""
+        if not self.resting:
+            self._since, self._left = sys.maxsize, 1
 
     def skip(self) -> None:
         """A round that also read a prompt: it is as long as others, but not compared."""
