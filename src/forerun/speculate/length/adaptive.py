@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from math import ceil
 from operator import mul
 from time import perf_counter
 from typing import Any
@@ -40,8 +41,6 @@ class Plan:
     """Expected speed over plain decoding."""
     rate: float = 0.0
     """Expected tokens per second of the table."""
-    net: Mapping[int, float] = field(default_factory=dict)
-    """By sequence, the expected tokens of its draft beyond what the same time would bring otherwise."""
     sequences: frozenset[int] = frozenset()
     rounds_left: int = 0
     lost: float = 0.0
@@ -69,7 +68,8 @@ class Adaptive(LengthPolicy):
     LEAST, BETTER, FINDS = 0.05, 1.15, 0.15
     """Least tokens that a looked-up chain must bring; by how much more than the other part's draft; and what look-ups
     bring before any was made."""
-    PROBES = 0.004
+    FOUND, PROBES = 0.05, 0.004
+    """Weight of a look-up in what look-ups bring, and the part of the time for those that are not expected to pay."""
     LOOKS = 8
     """At rest, there are look-ups once in so many rounds."""
     OTHERS = 0.1
@@ -90,12 +90,8 @@ class Adaptive(LengthPolicy):
         self._plan = Plan()
         self._table: PriceTable | None = None
         self._budgets: Sequence[int] = ()
-        self._found: dict[int, float] = {}
-        """By sequence, the recent mean of what a look-up brought, in tokens."""
-        self._credit: dict[int, float] = {}
-        """By sequence, tokens that look-ups may cost although they are not expected to pay."""
-        self._finds: dict[str, float] = {}
-        """The same by method, with which a sequence begins."""
+        self._found: dict[str, float] = {}
+        """By method, the recent mean of what a look-up brought, in tokens."""
         self._recent = (0.0, 0.0)
         """Tokens and seconds of recent rounds, by the table."""
         self._others = 0.0
@@ -135,8 +131,8 @@ class Adaptive(LengthPolicy):
         self._round = None
         rest = self._rests[(len(sequences) - 1).bit_length()]
         self._rest, self.resting = rest, rest.resting and not rest.follows
+        self._number += 1
         if rest.resting:
-            self._number += 1
             self._table = table = self.prices.at(len(sequences))
             probes = self._number % self.LOOKS == 0
             # Look-ups are worth what they bring beyond plain rounds.
@@ -188,15 +184,13 @@ class Adaptive(LengthPolicy):
     def _looks(self, sequence: RequestState, plan: Plan) -> bool:
         """Whether a look-up is worth its time; of those that are not, some are made for ``PROBES`` of the time."""
         method, count = sequence.drafter or "", len(plan.sequences)
-        usual = self._finds.get(method, self.FINDS)
-        found = self._found[sequence.id] = 0.9 * self._found.get(sequence.id, usual)
-        self._finds[method] = usual + 0.05 * (found - usual)
+        found = self._found.get(method, self.FINDS)
         price = self.prices.draft(self._table, method, 0) * plan.rate if self._table else 0.0
         price /= count if count >= self.prices.BATCH else 1
-        credit = self._credit.get(sequence.id, 0.0) + self.PROBES
-        asks = found > price or credit > price
-        self._credit[sequence.id] = credit - price if asks and found <= price else min(credit, 2 * price)
-        return asks
+        if found <= price and self._number % ceil(price / self.PROBES):
+            return False
+        self._found[method] = (1.0 - self.FOUND) * found
+        return True
 
     def worth(self, sequence: RequestState, draft: Draft) -> int:
         """How many of a looked-up chain's tokens are worth their rows; 0 also if the other part's draft is better."""
@@ -206,7 +200,8 @@ class Adaptive(LengthPolicy):
         learnt = self._lookup(draft.method or "", not sequence.params.greedy)
         others = (count - 1) * self._others  # drafted rows of the other sequences
         price = self.prices.verify(table, count, count)
-        best, most = 0, self.BETTER * plan.net.get(sequence.id, 0.0) + self.LEAST
+        steps = max(0.0, plan.speedup - 1.0) if sequence.id in plan.depths else 0.0  # tokens that the other part gains
+        best, most = 0, self.BETTER * steps + self.LEAST
         chance, expected, gain = 1.0, 0.0, 0.0
         for length, evidence in enumerate(draft.evidence, 1):
             chance *= learnt.rate(sequence.id, evidence)
@@ -218,7 +213,8 @@ class Adaptive(LengthPolicy):
                 best, most = length, net
             elif chance < 0.02:
                 break
-        self._found[sequence.id] = self._found.get(sequence.id, 0.0) + 0.1 * gain
+        method = sequence.drafter or ""
+        self._found[method] = self._found.get(method, self.FINDS) + self.FOUND * gain
         return best
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
@@ -305,8 +301,6 @@ class Adaptive(LengthPolicy):
 
     def release(self, sequence: RequestState) -> None:
         self._rests[0].shorten()
-        self._found.pop(sequence.id, None)
-        self._credit.pop(sequence.id, None)
         if sequence.drafter is not None:
             self._drafting(sequence).release(sequence.id)
         for learnt in self.lookups.values():
@@ -348,25 +342,9 @@ class Adaptive(LengthPolicy):
                 best = Plan()
         tokens, seconds = self._recent
         # Look-ups are not part of the plan. Where they bring more than it expects, the recent speed shows it.
-        best.rate = max(best.speedup * plain, tokens / seconds if seconds else 0.0)
+        best.rate = max(plain, best.speedup * plain, tokens / seconds if seconds else 0.0)
         best.sequences = ids
-        self._set_nets(sequences, best, table)
         return best
-
-    def _set_nets(self, sequences: Requests, plan: Plan, table: PriceTable) -> None:
-        """Sets ``net`` of each sequence that drafts."""
-        count, net = len(sequences), {}
-        base = self.prices.verify(table, count, count)
-        for sequence in sequences:
-            depth = plan.depths.get(sequence.id, 0)
-            if not depth:
-                continue
-            tokens = sum(self._chances(sequence)[:depth])
-            method = sequence.drafter or ""
-            drafting = self.prices.draft(table, method, depth) / len(plan.depths)
-            rows = self.prices.verify(table, count + self.setting.nodes[method][depth], count) - base
-            net[sequence.id] = max(0.0, tokens - plan.rate * (rows + drafting))
-        plan.net = net
 
     def _best_plan(self, sequences: Requests, longest: list[int], table: PriceTable, copies: int = 1) -> Plan:
         """The budgets with the most expected tokens per second, for a batch of so many ``copies`` of the sequences."""
