@@ -379,7 +379,7 @@ def test_acceptance_by_depth():
     assert first == pytest.approx(0.25, abs=0.03)
     assert second > 0.85
     assert third > 0.85
-    assert drafting.exists[:2] == pytest.approx([0.75, 1 / 3], abs=0.05)
+    assert drafting.exists == pytest.approx([0.75, 0.25, 0.25], abs=0.05)
 
 
 @pytest.mark.usefixtures("steady")
@@ -450,11 +450,14 @@ def test_what_an_earlier_build_has_kept_is_ignored():
     counts, lookups = [[1.0] * 3] * 4, [["m", False, [4.0] * 18, [1.0] * 18]]
     before = {**state, "acceptance": [["m", None, False, counts]], "lookups": lookups}
     del before["drafting"]
-    deeper = [["m", False, [[[0.0, 1.0]] * 9, [1.0] * 9, 0.0]]]
+    deeper, lengths = [
+        [["m", False, each]] for each in ([[[0.0, 1.0]] * 9, [1.0] * 9], [[[0.0, 1.0]] * 3, [1.0] * 3, 0.0])
+    ]
     for other in (
         before,
         {**state, "lookups": lookups},
         {**state, "drafting": deeper},
+        {**state, "drafting": lengths},
         [],
         None,
         {**state, "drafting": 1},

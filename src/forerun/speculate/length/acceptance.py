@@ -54,7 +54,7 @@ class Drafting:
     AGE = 0.2
     """How much is forgotten with each request for which nothing was drafted."""
     LENGTHS = 0.05
-    """Weight of a draft in the mean length."""
+    """Weight of a draft in ``exists``."""
 
     WINDOWS = (64, 128, 256)
     """A drafter may begin with the last so many tokens, if its backlog is at least twice as long."""
@@ -72,10 +72,9 @@ class Drafting:
         self.begun = {n: [_log_odds(rate * n / (n + loss)) - first, variance] for n in self.WINDOWS}
         self.own: dict[int, list[float]] = {}
         """By request."""
+
         self.exists = [1.0] * self.depth
-        """By depth, the chance that a draft has a token there if it has one at the depth before."""
-        self.extra = 0.0
-        """Mean number of nodes beyond those of a draft's depth: a second token beside the last one."""
+        """By depth, the chance that a draft that may be so long is."""
 
     def expected(self, sequence: RequestState) -> list[float]:
         """By depth, the chance that all tokens of the sequence's next draft up to there are accepted."""
@@ -86,7 +85,6 @@ class Drafting:
 
     def count(self, sequence: RequestState, budget: int, draft: Draft, matched: int) -> None:
         """Learns from a draft of at most ``budget`` tokens."""
-        self.extra += self.LENGTHS * (max(0, len(draft) - self.nodes[draft.depth]) - self.extra)
         others = [self.own.setdefault(sequence.id, [0.0, self.OWN])]
         if sequence.reads is not None:
             others.append(self.begun[sequence.reads])
@@ -95,10 +93,10 @@ class Drafting:
             depth[1] = min(depth[1] + self.DRIFT, most)
             moved *= depth[1] / most
             depth[0] += moved
-            if index < asked:
+            if index < budget:
                 self.exists[index] += self.LENGTHS * ((index < draft.depth) - self.exists[index])
-                if index <= matched:
-                    moved += _update([depth, *others], index < matched)
+            if index < asked and index <= matched:
+                moved += _update([depth, *others], index < matched)
 
     def forget(self, request: int) -> None:
         """A round of this request had no draft."""
@@ -112,11 +110,11 @@ class Drafting:
                 depth[:] = depth[0] + self.AGE * (mean - depth[0]), depth[1] + self.AGE * (most - depth[1])
 
     def state(self) -> Any:
-        return self.depths, self.exists, self.extra
+        return self.depths, self.exists
 
     def restore(self, state: Any) -> None:
         """Raises TypeError or ValueError for the state of other depths. It is less certain than what is learnt now."""
-        depths, exists, self.extra = state
+        depths, exists = state
         self.depths = [[float(mean), max(0.2, float(v))] for (mean, v), _ in zip(depths, self.depths, strict=True)]
         if not all(abs(mean) < 100.0 and variance < 100.0 for mean, variance in self.depths):
             raise ValueError("no log odds")

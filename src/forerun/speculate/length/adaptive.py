@@ -12,14 +12,11 @@ exact.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from math import ceil
-from operator import mul
 from time import perf_counter
 from typing import Any
 
@@ -107,7 +104,6 @@ class Adaptive(LengthPolicy):
         """Whether the last round was one without drafts."""
         self._allowance = self.START
         """Plain rounds that drafts which are not expected to pay may cost now."""
-        self._backlogged = False
         self._behind: dict[int, int] = {}
         """By sequence, the backlog of its drafter before this round."""
         self._planning = 0.0
@@ -155,7 +151,6 @@ class Adaptive(LengthPolicy):
             per_round = len(sequences) / max(plan.rate, 1e-9) * (table.level or 1.0)
             plan.rounds_left = max(1, int(self._planning / (self.PLANNING * per_round)))
         plan.rounds_left -= 1
-        self._backlogged = False
         self._behind.clear()
         budgets = [self._budget(s, cap, plan) if cap else 0 for s, cap in zip(sequences, longest)]
         self._budgets = budgets
@@ -166,8 +161,7 @@ class Adaptive(LengthPolicy):
         parts = self.parts(sequence)
         depth = min(cap, plan.depths.get(sequence.id, 0)) if parts.steps is not None else 0
         if depth:
-            self._behind[sequence.id] = backlog = self.setting.backlog(sequence)
-            self._backlogged |= min(backlog, sequence.reads or sys.maxsize) > depth + 1
+            self._behind[sequence.id] = self.setting.backlog(sequence)
         looks = cap if parts.lookups and self._looks(sequence, plan) else 0
         return self._set(sequence, parts, depth, looks)
 
@@ -242,9 +236,7 @@ class Adaptive(LengthPolicy):
             self._round = tokens / count * plain, cost, spent
             return
         asked = {s.drafter: d.depth for s, d in zip(sequences, drafts) if self._used(s, d)}
-        if not self._backlogged:
-            for method, depth in asked.items():
-                cost += self.prices.draft(table, method or "", depth)
+        cost += sum([self.prices.draft(table, method or "", depth) for method, depth in asked.items()])
         self._round = tokens / count * plain, cost, spent
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
@@ -291,7 +283,6 @@ class Adaptive(LengthPolicy):
         if self._rest is not None and self._round is not None:
             plain, price, others = self._round
             self._rest.observe(plain, price, others + seconds)
-        self.prices.host += 0.05 * (min(seconds, 3 * self.prices.host or seconds) - self.prices.host)
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         plan = self._plan
@@ -372,33 +363,18 @@ class Adaptive(LengthPolicy):
 
     def _speedup(self, sequences: Requests, depths: Mapping[int, int], table: PriceTable, copies: int = 1) -> float:
         """Expected tokens per second over those of plain decoding, for so many ``copies`` of the sequences."""
-        count, tokens = copies * len(sequences), copies * self._expected_tokens(sequences, depths)
-        rows, prices, seconds = float(count), self.prices, 0.0
-        drafting: dict[str, float] = {}
-        known: dict[object, float] = {}
+        count, tokens, rows = len(sequences), self._expected_tokens(sequences, depths), 0.0
+        deepest: dict[str, float] = {}
         for sequence in sequences:
-            depth, method = depths.get(sequence.id, 0), sequence.drafter
-            if not depth or method is None:
-                continue
-            key = method, sequence.params.greedy, depth
-            if key in known:
-                rows += known[key]
-                continue
-            learnt = self._drafting(sequence)
-            extra = learnt.extra
-            nodes = [number + (extra if length else 0.0) for length, number in enumerate(self.setting.nodes[method])]
-            exists = list(accumulate(learnt.exists[:depth], mul))
-            ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # chance of each length
-            # Prices bend: of one sequence their mean over lengths counts. A batch is near its mean number of rows.
-            if count == 1:
-                chances = [(length, chance) for length, chance in enumerate(ends) if chance]
-                seconds = sum(chance * prices.verify(table, 1 + nodes[length], 1) for length, chance in chances)
-            known[key] = copies * sum(fraction * nodes[length] for length, fraction in enumerate(ends))
-            rows += known[key]
-            drafting[method] = max(drafting.get(method, 0.0), sum(exists))
-        seconds = seconds or prices.verify(table, rows, count)
-        seconds += sum(prices.draft(table, method, depth) for method, depth in drafting.items())
-        return tokens / count * prices.verify(table, count, count) / seconds
+            method, depth = sequence.drafter or "", depths.get(sequence.id, 0)
+            if depth:
+                exists, nodes = self._drafting(sequence).exists[:depth], self.setting.nodes[method]
+                rows += sum([chance * (after - here) for chance, here, after in zip(exists, nodes, nodes[1:])])
+                deepest[method] = max(deepest.get(method, 0.0), sum(exists))
+        plain = self.prices.verify(table, copies * count, copies * count)
+        seconds = self.prices.verify(table, copies * (count + rows), copies * count)
+        seconds += sum(self.prices.draft(table, method, depth) for method, depth in deepest.items())
+        return tokens / count * plain / seconds
 
     def _choose_reads(self, sequences: Requests, longest: list[int], table: PriceTable) -> None:
         """Decides which drafters read the tokens that they have not seen, and from where.

@@ -159,8 +159,6 @@ class Prices:
         self.reads = None if mixture is None else ExpertReads(mixture)
         self.tables: dict[tuple[int, int], PriceTable] = {}
         """By threads and requests: 1, or a power of two from ``BATCH`` on."""
-        self.host = 0.0
-        """Seconds of a round outside drafting, verification and acceptance."""
         self._plain: deque[float] = deque(maxlen=5)
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=16)
         """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
@@ -256,12 +254,12 @@ class Prices:
                 yield method, drafted.get(n, 1), n
 
     def verify(self, table: PriceTable, rows: float, sequences: int, experts: int = 0) -> float:
-        """Seconds of a target forward over so many rows, acceptance and the host's work included."""
+        """Seconds of a target forward over so many rows, acceptance included."""
         count, plain = self.units(rows, sequences, experts), self.units(sequences, sequences)
         seconds = table.verify(count)
         if count > plain:
             seconds = max(seconds * exp(table.rows_bias(count)), table.verify(plain))
-        return seconds + (self.host / table.level if table.level else 0.0)
+        return seconds
 
     def draft(self, table: PriceTable, method: str, depth: float) -> float:
         """Seconds of drafting to this depth."""
