@@ -2,11 +2,18 @@
 needs none of what takes seconds to import."""
 
 import gc
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from here import LEFT_OUT
+
+if not Path("/proc/driver/nvidia").exists():
+    # Triton reads this once, when it is first imported, by a folder's conftest perhaps; without a GPU its kernels run
+    # under its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 LONGEST = {
     "test_served_soak.py", "test_deployed.py", "test_agents.py", "test_packages.py", "test_kinds.py", "test_fuzz.py",

@@ -13,11 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from transformers import LlamaForCausalLM
 
 from chat_model import QUICK, save_chat_model
