@@ -134,7 +134,7 @@ class Prices:
     GUESS = 0.08
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
     UNCHECKED = 4
-    """Comparisons with plain rounds that follow each other soon, where prices are guessed."""
+    """Comparisons with plain rounds of which each counts for half, where prices are guessed."""
     NEAR = 24
     """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
     APART = 0.02
