@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 import pytest
+from tasks import TASKS, save_tasks
 
-from chat_model import TASKS, save_tasks
 from forerun import SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError

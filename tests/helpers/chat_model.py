@@ -1,7 +1,5 @@
 """A tiny model to talk with."""
 
-import json
-
 from tiny import save_checkpoint, tiny_llama
 
 TEMPLATE = (
@@ -19,16 +17,3 @@ def save_chat_model(folder):
 
 QUICK = {"hours": 1 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
 """Options of a tuning that takes seconds."""
-
-TASKS = [
-    {"task_id": "T/0", "prompt": 'def one(x):\n    """ One more. """\n',
-     "test": "def check(candidate):\n    assert candidate(2) == 3\n", "entry_point": "one"},
-    {"task_id": "T/1", "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
-     "test": "def check(candidate):\n    assert candidate(2) == helper()\n", "entry_point": "two"},
-]  # fmt: skip
-"""Two in HumanEval's form."""
-
-
-def save_tasks(file):
-    file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
-    return file
