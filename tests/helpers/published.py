@@ -102,7 +102,6 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def draft(self, committed, count, window=None, first=0):
-        """``first``: of the token from which it reads."""
         (target,) = self.target
         hidden = target(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
         states = torch.cat([norm(state[0]) for norm, state in zip(self.fc_norm, hidden[1:3])], -1)

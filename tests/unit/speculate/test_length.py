@@ -401,8 +401,7 @@ def test_a_round_in_which_a_drafter_only_read_teaches_nothing_of_its_drafts(read
     for missing in (30, 20, 10, 0, 0) * 6:
         behind = missing + 10 if reads else 1
         policy._plan = Plan({one.id: 2}, sequences=frozenset([one.id]), rounds_left=9)
-        (budget,) = policy.budgets([one])
-        drafted = 0 if missing else budget
+        drafted = policy.budgets([one])[0] * (not missing)
         behind = missing + 1 if reads else 2
         verdict = Verdict([*range(drafted)], 0, tokens=[0] * (drafted + 1), fed=1, tested=drafted)
         policy.observe([one], [Draft.chain([0] * drafted)], [verdict], Seconds(1e-3, 1e-2, 0.0))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.core.request import RequestState
 from forerun.speculate.draft import drafters
 from forerun.speculate.length.base import Fixed
 from simulated import Machine, play
@@ -123,10 +122,6 @@ def test_a_draft_that_was_useless_once_is_read_again():
     )
     late = result.drafted[-200:]
     assert sum(nodes > 0 for nodes in late) > 100
-
-
-def test_a_sequence_reads_all_unless_reported_otherwise():
-    assert RequestState(0, [1], 1, SamplingParams(), 0).reads is None
 
 
 def test_a_batch_of_short_answers_does_not_pay_for_reading():

@@ -75,7 +75,6 @@ def test_what_an_earlier_process_found_free_is_soon_compared_again():
     rest = Rest()
     rest.restore([-0.1, 1, 1.1])
     told(rest, rest.BLOCK, 1.0, 1.0, 1.2)
-    assert rest.resting
     told(rest, rest.COLD + rest.CHECK, 1.0, 1.0, 1.0)
     assert rest.extra > 0.05
 
