@@ -27,6 +27,8 @@ SPIKE = 4.0
 """A round of so many times the usual time makes fewer threads be tried at once."""
 LONG = 4.0
 """A probe leaves out rounds of so many times the recent ones' time."""
+MANY = 64
+"""A round of so many rows takes all cores that others leave: it waits for arithmetic, less for other threads."""
 RECENT, USUAL = 1 / 16, 1 / 8
 """Weights of a round in the mean cost, and in the usual time of its size."""
 WINDOW, STALE = 0.1, 1.0
@@ -169,8 +171,8 @@ class Threads:
         self.seconds = 0.0
         """Mean of recent rounds at home."""
         self.probing: int | None = None
-        self._waits = False
-        """Whether the probe leaves out the present round."""
+        self._waits = self._many = False
+        """Whether the probe leaves out the present round, and whether that has many rows."""
         self.costs: list[float] = []
         """Costs of the probe's rounds."""
         self.waits = {-1: float(FIRST), 1: float(FIRST)}
@@ -179,11 +181,14 @@ class Threads:
     @property
     def count(self) -> int:
         """Threads of the next round."""
+        if self._many:
+            return self.counts[self.fitting]
         return self.counts[self.home if self.probing is None or self._waits else self.probing]
 
     def begin(self, rows: int) -> int:
         """Threads of a round of at least so many rows. A probe leaves out rounds that take much longer than recent
         ones: a whole prompt on half of the threads costs more than all probes may."""
+        self._many = rows >= MANY
         usual = self.usual.get(rows.bit_length())
         self._waits = self.probing is not None and (usual is None or usual > LONG * self.seconds)
         return self.count
@@ -193,6 +198,8 @@ class Threads:
         if len(self.counts) == 1 or seconds <= 0.0:
             return
         if (left := self.cores_left()) is not None and self._follow(*left):
+            return
+        if self._many:
             return
         kind = rows.bit_length()
         usual = self.usual.get(kind)

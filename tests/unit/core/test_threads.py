@@ -267,16 +267,16 @@ def test_the_best_of_many_counts():
     assert policy.counts[policy.home] == 2
 
 
-def test_a_probe_leaves_out_prompts():
-    threads = Threads(2)
-    used = []
-    for number in range(400):
-        long = number % 10 == 0  # a prompt before each answer of nine tokens
+@pytest.mark.parametrize("slow", [1.0, 3.0], ids=["quiet", "second core slow"])
+def test_prompts_take_all_free_cores_whatever_is_best_for_single_rows(slow):
+    threads, used = Threads(2), []
+    for long in (True, *[False] * 9) * 40:  # a prompt before each answer of nine tokens
         count = threads.begin(1500 if long else 1)
         used.append((long, count))
-        threads.observe(1500 if long else 1, (4.0 if long else 0.005) * 2 / count)
+        threads.observe(1500 if long else 1, 8.0 / count if long else 0.005 * (2 / count) * slow ** (count - 1))
     assert {count for long, count in used if long} == {2}
     assert {count for long, count in used if not long} == {1, 2}
+    assert used[-1] == (False, 1 if slow > 2 else 2)
 
 
 def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
