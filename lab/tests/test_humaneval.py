@@ -7,11 +7,11 @@ import json
 import zipfile
 
 import pytest
-from tasks import TASKS, save_tasks
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun_lab.humaneval import Judge, Task, read_tasks
+from tasks import TASKS, save_tasks
 
 
 @pytest.fixture

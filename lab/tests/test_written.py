@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy
 import pytest
-from tasks import TASKS, save_tasks
 
 from forerun import SamplingParams
 from forerun.cli.main import run
@@ -22,6 +21,7 @@ from forerun.measure.rounds import Measured
 from forerun.models.text.chat import render_chat
 from forerun_lab.intervals import median_interval, quantile_interval, ratio_error
 from forerun_lab.written import FOLDER, RecordedConversation, Texts, by_category, make_texts, read_set, stops
+from tasks import TASKS, save_tasks
 
 pytestmark = pytest.mark.slow
 
