@@ -43,11 +43,15 @@ def compiled(compiler, *machine, dtype=""):
         return kept(make, *by, version, *kernels._flags(), *machine, dtype)
 
 
-def kernels_for(*machine, **which):
-    """As the compiler that is here makes them with the options ``machine``."""
-    result = ctypes.CDLL(str(compiled(kernels.compiler(), *machine, **which)))
+def bound(path):
+    result = ctypes.CDLL(str(path))
     kernels._bind(result)
     return result
+
+
+def kernels_for(*machine, **which):
+    """As the compiler that is here makes them with the options ``machine``."""
+    return bound(compiled(kernels.compiler(), *machine, **which))
 
 
 @contextmanager

@@ -271,8 +271,7 @@ def test_the_best_of_many_counts():
 def test_prompts_take_all_free_cores_whatever_is_best_for_single_rows(slow):
     threads, used = Threads(2), []
     for long in (True, *[False] * 9) * 40:  # a prompt before each answer of nine tokens
-        count = threads.begin(1500 if long else 1)
-        used.append((long, count))
+        used.append((long, count := threads.begin(1500 if long else 1)))
         threads.observe(1500 if long else 1, 8.0 / count if long else 0.005 * (2 / count) * slow ** (count - 1))
     assert {count for long, count in used if long} == {2}
     assert {count for long, count in used if not long} == {1, 2}

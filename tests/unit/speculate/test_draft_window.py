@@ -101,8 +101,6 @@ def test_a_head_that_skips_tokens_drafts_as_behind_cached_ones(method, tiny_targ
         llm = LLM(tiny_target, speculative_config=options, page_size=4)
         if cached:
             llm.generate([TEXT[:cached]], GREEDY, speculate=False, use_tqdm=False)
-        (drafter,) = llm.engine.router.drafters.values()
         drafts, answer = drafted(llm.engine, TEXT, reads=None if cached else len(TEXT) - 40)
         results.append((answer, {text: draft.tokens for text, draft in drafts.items()}))
-        assert drafter.can_skip
     assert results[0] == results[1]

@@ -395,7 +395,6 @@ def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short()
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_round_in_which_a_drafter_only_read_teaches_nothing_of_its_drafts(reads):
     """Of five rounds three had no draft: it read a long prompt, or found nothing to draft. All drafts are accepted."""
-    behind = 0
     policy, one = Adaptive(Setting({"m": [0, 1, 2, 3]}, backlog=lambda one: behind)), sequence(0)
     one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
     for missing in (30, 20, 10, 0, 0) * 6:
