@@ -6,18 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_dflash import (
-    BLOCK,
-    HEADS,
-    INNER,
-    KV_HEADS,
-    LAYERS,
-    MASK,
-    WIDTH,
-    config_of,
-    draft,
-    random_weights,
-)
+from test_dflash import BLOCK, HEADS, INNER, KV_HEADS, LAYERS, MASK, WIDTH, config_of, draft, random_weights
 from test_dflash import write as write_folder
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

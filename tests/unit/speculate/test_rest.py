@@ -141,6 +141,9 @@ def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
         assert rest.follows or not rest.resting
         rest.observe(*((1.0, 1.0, 1.0) if rest.resting else (1.5, 1.0, 1.0)))
     assert 0 < compared < 80
+    rest.check()  # rounds with drafts have become slower
+    told(rest, 1, 1.5, 1.0, 1.0)
+    assert rest.resting
 
 
 @pytest.mark.slow
