@@ -63,6 +63,8 @@ class Machine:
     """The share of experts that two rows have in common, of one text or of two."""
     per_expert: float = 0.0
     """Of all layers."""
+    per_context: tuple[float, float] = (0.0, 0.0)
+    """Of a token of context beyond 64: of a sequence, and of each further row."""
 
     def experts(self, rows):
         """That rows read, those of all layers."""
@@ -71,14 +73,15 @@ class Machine:
         count, chosen = self.mixture.count, self.mixture.chosen
         return self.mixture.layers * expected_experts(count, chosen, rows, self.again)
 
-    def verify(self, sequences, rows):
+    def verify(self, sequences, rows, context=0.0):
+        attention = context * (sequences * self.per_context[0] + (rows - sequences) * self.per_context[1])
         if self.prices:
             prices, beyond = self.prices, max(0, rows - len(self.prices))
             cost = prices[min(rows, len(prices)) - 1] + beyond * (prices[-1] - prices[-2])
-            return 1e-3 * (self.base * cost + self.per_sequence * sequences)
+            return 1e-3 * (self.base * cost + self.per_sequence * sequences + attention)
         padded = -(-rows // self.multiple) * self.multiple
         experts = self.per_expert * self.experts(padded)
-        return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded + experts)
+        return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded + experts + attention)
 
     def drafting(self, sequences, levels, behind):
         if not sequences:
@@ -219,12 +222,14 @@ def play(
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting and not machine.looks_up else silent + 1  # a look-up leaves the caches alone
         cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
-        work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
+        context = max(0.0, sum(len(sequence.tokens) for sequence in running) / len(running) - 64)
+        verify = machine.verify(len(running), rows, context)
+        work = machine.drafting(len(drafting), max(budgets), behind), cold * verify
         slow = machine.disturb(draw, result.seconds)
         parts = slow * work[0], slow * work[1]
         result.work += sum(work) + host
         emitted = sum(len(verdict.tokens) for verdict in verdicts)
-        plain = emitted * machine.verify(len(running), len(running)) / len(running)
+        plain = emitted * machine.verify(len(running), len(running), context) / len(running)
         result.plain_work += plain
         expected = sum(_expected(sequence, draft, accepted) for sequence, draft in zip(running, drafts))
         result.works.append((sum(work) + host, expected * plain / emitted))
@@ -253,12 +258,14 @@ def _policy(machine, policy, depth, lag, draw, ticks):
 
     @contextmanager
     def trials(sequences):
-        def time_round(method, deep, rows):
+        def time_round(method, deep, rows, long=False):
+            if long and not any(machine.per_context):
+                return Timed(rows, deep, 0.0, 0.0)  # no room
             slow, total = machine.disturb(draw, 0.0), sequences * rows
             asks = method is not None and (deep or machine.looks_up)
             drafting = machine.drafting(sequences if asks else 0, max(deep, 1), 0)
-            verify = machine.verify(sequences, total)
-            return Timed(total, deep, max(1e-9, slow * drafting), slow * verify, round(machine.experts(total)))
+            verify, experts = machine.verify(sequences, total, 2048 * long), round(machine.experts(total))
+            return Timed(total, deep, max(1e-9, slow * drafting), slow * verify, experts, 2048 * long)
 
         yield (time_round, {"m": 1e-3 * machine.per_token_behind}) if sequences <= machine.room else None
 

@@ -347,7 +347,7 @@ class Pool(Pages):
             self.prefix_tree.evict_states()
         if self.sources is not None:
             self.sources.clear()
-        self._zero(list(self.free_pages))
+        self.zero(list(self.free_pages))
 
     def _record(self, *change: Any) -> None:
         if self.changes is not None:
@@ -355,13 +355,14 @@ class Pool(Pages):
 
     def redo(self, change: Change) -> None:
         """Repeats a change of another rank's pool."""
-        changes: dict[str, Callable[..., None]] = {"zero": self._zero, "move": self._move, "copy": self._copy_page}
+        changes: dict[str, Callable[..., None]] = {"zero": self.zero, "move": self._move, "copy": self._copy_page}
         changes[change[0]](*change[1:])
 
-    def _zero(self, pages: list[int]) -> None:
-        self._record("zero", pages)
+    def zero(self, pages: list[int], count: int | None = None) -> None:
+        """Zeroes these pages' first ``count`` entries; None: all."""
+        self._record("zero", pages, count)
         for tensor in self._tensors():
-            tensor[pages] = 0
+            tensor[pages, :, :count] = 0
 
     def has_nan(self, key: int, first: int = 0) -> bool:
         """Whether the state of ``key``, or a slot from entry ``first`` to the end of its last page, holds NaN.

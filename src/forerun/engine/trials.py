@@ -13,14 +13,14 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import Drafter
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import Fixed, Setting
-from forerun.speculate.length.prices import Timed, TimeRound
+from forerun.speculate.length.prices import SHORT, Timed, TimeRound
 from forerun.speculate.round import speculate
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
-PROMPT = 64
-"""Tokens of a made-up prompt."""
+LONG, LEAST = (2048, 512), 256
+"""Further tokens of context of a long request alone, and of each one in a batch; fewer than ``LEAST`` say nothing."""
 READS = 32
 """Most rounds in which drafters read the prompts."""
 
@@ -56,23 +56,37 @@ class _Filled(Router):
 @contextmanager
 def trials(engine: Engine, sequences: int) -> Iterator[tuple[TimeRound, Mapping[str, float]] | None]:
     """See ``length.prices.Trials``. No room: fewer than two pages for each request, or a model that needs a source."""
-    made = MadeUp(engine, sequences)
+    made, long_ones = MadeUp(engine, sequences), MadeUp(engine, sequences, LONG[sequences > 1])
+
+    def time_round(method: str | None, depth: int, rows: int, long: bool = False) -> Timed:
+        if not long:
+            return made.time_round(method, depth, rows)
+        if not long_ones.sequences and not long_ones.fits_long():
+            return Timed(rows, 0, 0.0, 0.0)
+        return long_ones.time_round(method, depth, rows)._replace(context=long_ones.context)
+
     try:
-        yield (made.time_round, made.read()) if made.fits() else None
+        yield (time_round, made.read()) if made.fits() else None
     finally:
         made.free()
+        long_ones.free()
 
 
 class MadeUp:
-    """Requests that exist only while prices are measured. They are neither scheduled nor counted."""
+    """Requests that exist only while prices are measured. They are neither scheduled nor counted.
 
-    def __init__(self, engine: Engine, count: int) -> None:
+    ``context``: further tokens before the prompt, whose entries in the cache are zeros. To compute them may take a
+    minute; reading them takes as long.
+    """
+
+    def __init__(self, engine: Engine, count: int, context: int = 0) -> None:
         self.engine, self.count = engine, count
         self.draw = random.Random(0)
         self.router = _Filled(engine.router, self.draw)
         self.budgets = _Budgets(Setting())
         self.params = SamplingParams(temperature=0.8, max_tokens=None)
-        self.length = min(PROMPT, engine.max_model_len // 2)
+        self.length = min(SHORT, engine.max_model_len // 2)
+        self.context = min(context, (engine.max_model_len - self.length) // 2)
         self.sequences: list[RequestState] = []
 
     def fits(self) -> bool:
@@ -81,17 +95,30 @@ class MadeUp:
             return False
         return self._begin(next(iter(self.router.drafters), None))
 
+    def fits_long(self) -> bool:
+        """The same for long ones: in pages that are free, so that no cached prefix has to go for them. A recurrent
+        state costs the same behind any context."""
+        pool = self.engine.target.attention.pool
+        pages = self.count * pool.pages_for(self.context + self.length + self.engine.max_nodes + 1)
+        return self.context >= LEAST and pool.states is None and pages <= pool.num_free and self._begin(None)
+
     def _begin(self, method: str | None) -> bool:
         """Makes new requests of a drafter and reads their prompts; False if there are no pages for them."""
         self.free()
         pool = self.engine.target.attention.pool
         ids = range(self.engine.model.info.vocab_size)
         for number in range(self.count):
-            tokens = self.draw.choices(ids, k=self.length)
-            sequence = RequestState(-1 - number, tokens, self.length, self.params, number)
+            tokens = self.draw.choices(ids, k=self.context + self.length)
+            name = -1 - number - bool(self.context) * self.count
+            sequence = RequestState(name, tokens, len(tokens), self.params, number)
             self.sequences.append(sequence)
-            if not pool.try_reserve(sequence.id, self.length + self.engine.max_nodes + 1):
+            if not pool.try_reserve(sequence.id, len(tokens) + self.engine.max_nodes + 1):
                 return False
+            if self.context:
+                # Pages of memory that were never written are all one page, which the processor's cache keeps.
+                pool.zero(pool.block_tables[sequence.id], self.context)
+                pool.advance(sequence.id, self.context)
+            sequence.num_computed_tokens = self.context
             sequence.drafter, sequence.scheduled = method, self.length
             sequence.worth = lambda draft: 0
         self._round(0, 1)

@@ -1,5 +1,7 @@
 """Requests through the engine: bad ones, broken ones, aborted ones, and what is counted."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.metrics import RequestMetrics
+from forerun.engine.trials import trials
 from forerun.speculate.accept import rules
 from refusals import refused
 from tiny import ALPHABET
@@ -269,3 +272,18 @@ def test_a_full_batch_has_measured_prices(tiny_target):
         (table,) = model.engine.policy.prices.tables.values()
         assert not table.unchecked
         assert len(table.verify.points) > 2
+
+
+def test_long_made_up_contexts_take_free_pages_only(folder):
+    """Cached prefixes stay, and nothing is left behind."""
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
+    with LLM(folder, speculative_config={"method": "suffix", "length": "adaptive"}, page_size=16) as model:
+        pool = model.engine.target.attention.pool
+        for held in (0, pool.num_free - pool.pages_for(600)):
+            pool.reserve(7, held * pool.page_size)
+            with trials(model.engine, 1) as (time_round, _):
+                assert time_round(None, 0, 3, long=True).context == (0 if held else (1024 - 64) // 2)
+            pool.free(7)
+            pool.check()
+            assert pool.num_free == pool.num_pages

@@ -71,7 +71,7 @@ def test_a_price_follows_the_experts_that_rounds_read(mixture):
 
     @contextmanager
     def trials(sequences):
-        def time_round(method, depth, rows):
+        def time_round(method, depth, rows, long=False):
             (experts,) = rounds(draw, 1, rows, 1)
             return Timed(rows, depth, 1e-4, seconds(rows, experts), experts if mixture else 0)
 

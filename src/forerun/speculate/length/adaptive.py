@@ -129,7 +129,7 @@ class Adaptive(LengthPolicy):
         self._rest, self.resting = rest, rest.resting and not rest.follows
         self._number += 1
         if rest.resting:
-            self._table = table = self.prices.at(len(sequences))
+            self._table = table = self._price_table(sequences)
             probes = self._number % self.LOOKS == 0
             # Look-ups are worth what they bring beyond plain rounds.
             self._plan = Plan(rate=len(sequences) / self.prices.verify(table, len(sequences), len(sequences)))
@@ -141,7 +141,7 @@ class Adaptive(LengthPolicy):
             self._plan.rounds_left -= 1
             self._budgets = longest
             return longest
-        self._table = table = self.prices.at(len(sequences))
+        self._table = table = self._price_table(sequences)
         plan = self._plan
         # Planning takes time, too, so a plan holds for several rounds, unless a sequence is not in it.
         if plan.rounds_left <= 0 or not all(s.id in plan.sequences or not cap for s, cap in zip(sequences, longest)):
@@ -155,6 +155,9 @@ class Adaptive(LengthPolicy):
         budgets = [self._budget(s, cap, plan) if cap else 0 for s, cap in zip(sequences, longest)]
         self._budgets = budgets
         return budgets
+
+    def _price_table(self, sequences: Requests) -> PriceTable:
+        return self.prices.at(len(sequences), sum([len(s.tokens) for s in sequences]) / len(sequences))
 
     def _budget(self, sequence: RequestState, cap: int, plan: Plan) -> int:
         """Sets what the parts of the sequence's drafter may draft; returns the most of them."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import ceil, exp, inf, log
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from forerun.models.run.base import MixtureInfo
 from forerun.speculate.length.experts import ExpertReads
@@ -29,14 +29,23 @@ class Timed(NamedTuple):
     draft: float
     verify: float
     experts: int = 0
+    context: int = 0
+    """Tokens that each request has in the cache beyond those of a short one."""
 
 
-TimeRound = Callable[[str | None, int, int], Timed]
-"""``time_round(method, depth, rows)``: runs one round. ``method`` drafts to ``depth`` for each request, and drafts are
-filled up with random tokens until each request verifies ``rows`` rows."""
+class TimeRound(Protocol):
+    def __call__(self, method: str | None, depth: int, rows: int, long: bool = False) -> Timed:
+        """Runs one round. ``method`` drafts to ``depth`` for each request, and drafts are filled up with random tokens
+        until each request verifies ``rows`` rows. ``long``: the requests have long contexts, if there is room."""
+
+
 Trials = Callable[[int], AbstractContextManager[tuple[TimeRound, Mapping[str, float]] | None]]
 """``trials(sequences)``: makes so many requests, which sample, and reads their prompts. Gives ``time_round``, and by
 method the seconds in which its drafter read a prompt token; None if there is no room for such requests now."""
+
+
+SHORT = 64
+"""Tokens of context of the made-up requests that are not long."""
 
 
 class Curve:
@@ -76,6 +85,10 @@ class PriceTable:
     """By depth, for each method. Depth 0: the look-up or the call that found nothing."""
     read: dict[str, float] = field(default_factory=dict)
     """Of a token that a drafter has to read first."""
+    attention: tuple[float, float] = (0.0, 0.0)
+    """Of a token of context: of its sequence, which is memory, and of each row, which is arithmetic."""
+    context: float = 0.0
+    """Tokens of context of a sequence now, beyond those that ``verify`` was measured with."""
     disturbed: bool = False
     """Whether other programs used the processor while it was measured, or it was guessed: the next engine measures
     anew."""
@@ -94,7 +107,7 @@ class PriceTable:
     def state(self) -> dict[str, Any]:
         return {
             "verify": self.verify.points, "draft": {name: curve.points for name, curve in self.draft.items()},
-            "read": self.read,
+            "read": self.read, "attention": self.attention,
         }  # fmt: skip
 
     @classmethod
@@ -108,7 +121,9 @@ class PriceTable:
             return Curve(result)
 
         read = {str(name): float(seconds) for name, seconds in state["read"].items()}
-        return cls(curve(state["verify"]), {n: curve(points) for n, points in state["draft"].items()}, read)
+        draft = {n: curve(points) for n, points in state["draft"].items()}
+        memory, row = map(float, state["attention"])
+        return cls(curve(state["verify"]), draft, read, (memory, row))
 
 
 class Prices:
@@ -135,6 +150,8 @@ class Prices:
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
     UNCHECKED = 4
     """Comparisons with plain rounds of which each counts for half, where prices are guessed."""
+    LONG_ROWS = 5
+    """Rows of a request with which ``PriceTable.attention`` is measured, beside 1."""
     NEAR = 24
     """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
     APART = 0.02
@@ -176,9 +193,9 @@ class Prices:
             return padded
         return max(1, round(8 * self.reads.price(max(padded, sequences), sequences, experts)))
 
-    def at(self, sequences: int) -> PriceTable:
-        """The table for so many requests. It is measured now if there is none, or copied from another number of
-        threads, and corrected by the rounds that use it."""
+    def at(self, sequences: int, context: float = SHORT) -> PriceTable:
+        """The table for so many requests, with ``context`` tokens each in the mean. It is measured now if there is
+        none, or copied from another number of threads, and corrected by the rounds that use it."""
         size = 1 if sequences < self.BATCH else 1 << (sequences - 1).bit_length()
         key = self.threads(), size
         table = self.tables.get(key)
@@ -190,6 +207,7 @@ class Prices:
             if measured is None and size > 1:
                 self.at(1)
             table = self.tables[key] = measured or self._guess(*key)
+        table.context = max(0.0, context - SHORT)
         return table
 
     def _guess(self, threads: int, size: int) -> PriceTable:
@@ -199,10 +217,12 @@ class Prices:
             near = self.tables[known[0][-1]]
             other = known[0][-1][1] != size
             unchecked = self.UNCHECKED if other else 0
-            return PriceTable(near.verify, dict(near.draft), dict(near.read), near.disturbed or other, unchecked)
+            draft, read, disturbed = dict(near.draft), dict(near.read), near.disturbed or other
+            return PriceTable(near.verify, draft, read, near.attention, 0.0, disturbed, unchecked)
         draft = {name: Curve({0: 0.01, 1: self.GUESS, 9: 9 * self.GUESS}) for name in self.nodes}
         verify = Curve({self.units(n, 1): 1.0 + self.GUESS * (n - 1) for n in (1, 17)})
-        return PriceTable(verify, draft, dict.fromkeys(self.nodes, 0.5 * self.GUESS), True, self.UNCHECKED)
+        read = dict.fromkeys(self.nodes, 0.5 * self.GUESS)
+        return PriceTable(verify, draft, read, disturbed=True, unchecked=self.UNCHECKED)
 
     def _measure(self, sequences: int) -> PriceTable | None:
         if self.trials is None:
@@ -236,8 +256,27 @@ class Prices:
                     if timed.verify > self.SHORT_ROUND or method is not None:
                         break
             disturbed |= self.busy()
+        attention = self._timed_attention(time_round, sequences, limit / 2)
+        disturbed |= self.busy()
         curves = {method: Curve(_quartiles(times)) for method, times in draft.items() if times}
-        return PriceTable(Curve(_quartiles(verify)), curves, dict(read), disturbed)
+        return PriceTable(Curve(_quartiles(verify)), curves, dict(read), attention, disturbed=disturbed)
+
+    def _timed_attention(self, time_round: TimeRound, sequences: int, limit: float) -> tuple[float, float]:
+        """Times long contexts beside short ones: the medians of the differences."""
+        added: dict[int, list[float]] = {1: [], self.LONG_ROWS: []}
+        began = self.clock()
+        for sweep in range(2 * self.SWEEPS[1]):
+            if sweep >= self.SWEEPS[0] and self.clock() - began > limit:
+                break
+            for rows, each in added.items():
+                long = time_round(None, 0, rows, long=True)
+                if not long.context:  # no room
+                    return next((table.attention for table in self.tables.values()), (0.0, 0.0))
+                seconds = long.verify - time_round(None, 0, rows).verify
+                each.append(seconds / (long.context * sequences))
+        one, more = (max(0.0, median(each)) for each in added.values())
+        row = max(0.0, more - one) / (self.LONG_ROWS - 1)
+        return max(0.0, one - row), row
 
     def _kinds(self, sequences: int) -> Iterator[tuple[str | None, int, int]]:
         """The rounds to time: ``time_round``'s arguments. A verification follows a draft, as it does later."""
@@ -255,11 +294,16 @@ class Prices:
 
     def verify(self, table: PriceTable, rows: float, sequences: int, experts: int = 0) -> float:
         """Seconds of a target forward over so many rows, acceptance included."""
-        count, plain = self.units(rows, sequences, experts), self.units(sequences, sequences)
-        seconds = table.verify(count)
-        if count > plain:
-            seconds = max(seconds * exp(table.rows_bias(count)), table.verify(plain))
+        count = self.units(rows, sequences, experts)
+        seconds = self._listed(table, count, rows, sequences)
+        if count > (plain := self.units(sequences, sequences)):
+            seconds = max(seconds * exp(table.rows_bias(count)), self._listed(table, plain, sequences, sequences))
         return seconds
+
+    def _listed(self, table: PriceTable, units: int, rows: float, sequences: int) -> float:
+        """As measured."""
+        memory, row = table.attention
+        return table.verify(units) + table.context * (sequences * memory + rows * row)
 
     def draft(self, table: PriceTable, method: str, depth: float) -> float:
         """Seconds of drafting to this depth."""
@@ -272,7 +316,7 @@ class Prices:
         if self.reads is not None:
             self.reads.learn(rows, sequences, experts)
         units = self.units(rows, sequences, experts)
-        residual = log(seconds / table.verify(units))
+        residual = log(seconds / self._listed(table, units, rows, sequences))
         level = exp(residual - (table.rows_bias(units) if rows > sequences else 0.0))
         table.level = level if table.level is None else table.level + 0.2 * (level - table.level)
         self._rounds += 1
