@@ -120,11 +120,6 @@ class Delta:
     texts: list[str] = field(default_factory=list)
     """Each token's text, where there are log-probabilities or a ``round``. The last may not be part of the answer."""
 
-    @property
-    def joinable(self) -> bool:
-        """Whether it has nothing but tokens, so that the next one can be appended to it."""
-        return self.finish is None and self.round is None and not self.logprobs
-
 
 class StreamedText:
     """Turns one answer's tokens into the text that its reader may see.
@@ -196,10 +191,6 @@ class Stream:
         """Deltas produced but not read yet."""
         return self.produced - self._consumed
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.jobs[0].sequence.prompt)
-
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
@@ -236,7 +227,7 @@ class Stream:
         """By answer: the delta that its next tokens may join."""
         for delta in deltas:
             previous = open_deltas.pop(delta.index, None)
-            if not delta.joinable:
+            if delta.finish is not None or delta.round is not None or delta.logprobs:  # it has more than tokens
                 joined.append(delta)
             elif previous is None:
                 delta.token_ids = list(delta.token_ids)  # the engine's own list must not grow
@@ -344,10 +335,6 @@ class EngineClient(ABC):
     def check_length(self, prompt: Sequence[int]) -> None:
         """Raises ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
         check_length(prompt, self.facts.max_model_len, self.facts.longest_source)
-
-    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
-        """How many of the ``max_model_len`` tokens a prompt takes; an encoder's source takes none."""
-        return len(prompt if self.facts.longest_source is None else self.facts.start)
 
     def clock(self) -> float:
         """Seconds, on the clock of ``Delta.seconds``."""

@@ -145,7 +145,7 @@ class Engine:
             {name: drafter.config.nodes_by_depth() for name, drafter in router.drafters.items()},
             self.model.row_multiple,
             _weak(router.backlog),
-            router.model_drafters,
+            frozenset(name for name, drafter in router.drafters.items() if drafter.models()),
             frozenset(name for name, drafter in router.drafters.items() if drafter.can_skip),
             self.model.info.mixture,
             parts={name: drafter.parts() for name, drafter in router.drafters.items()},

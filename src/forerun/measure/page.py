@@ -21,7 +21,8 @@ def html(title: str, parts: Sequence[str]) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    shown = [[cell if cell.startswith("<svg") else escape(cell) for cell in row] for row in rows]
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in shown)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
@@ -36,7 +37,3 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def bar(fraction: float) -> str:
     return f'<svg width="200" height="12"><rect width="{200 * min(1.0, max(0.0, fraction)):.0f}" height="12"/></svg>'
-
-
-def _cell(text: str) -> str:
-    return text if text.startswith("<svg") else escape(text)

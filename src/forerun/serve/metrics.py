@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.core.registry import from_lab
 from forerun.engine.client import ClosedError, Delta, EngineClient, Stream
-from forerun.engine.metrics import EngineStats
+from forerun.engine.metrics import EngineStats, Snapshot
 from forerun.serve.stream import Reply
 
 if TYPE_CHECKING:
@@ -37,57 +37,44 @@ class Collector:
         self.engines: dict[str, EngineClient] = {}
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+        families: dict[str, Any] = {}
         for model, engine in list(self.engines.items()):
-            for family in EngineCollector(engine, model).collect():
-                if families.setdefault(family.name, family) is not family:
-                    families[family.name].samples += family.samples
+            for kind, name, text, labels, values in _metrics(engine.snapshot()):
+                family = families.setdefault(name, kind(f"forerun:{name}", text, labels=["model_name", *labels]))
+                for key, value in values.items():
+                    family.add_metric([model, *key], value)
         yield from families.values()
 
 
-class EngineCollector:
-    def __init__(self, engine: EngineClient, model: str) -> None:
-        self.engine = engine
-        self.model = model
-
-    def collect(self) -> Iterator[Metric]:
-        now = self.engine.snapshot()
-        stats = now.stats
-        yield self._gauge("num_requests_running", "sequences that decode or read their prompt", now.running)
-        yield self._gauge("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", now.waiting)
-        yield self._gauge("kv_cache_usage_perc", "share of the target's KV pages in use", now.usage)
-        yield self._gauge("threads", "CPU threads of the latest round", stats.threads)
-        rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
-        yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
-        yield self._gauge("prefix_cache_states", "states kept for prompts that begin alike", now.kept_states)
-        for item in fields(stats):
-            if "metric" in item.metadata:
-                yield self._counter(item.metadata["metric"], item.metadata["help"], {(): getattr(stats, item.name)})
-        by_position = {(str(i),): count for i, count in enumerate(list(stats.accepted_per_pos))}
-        yield self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
-        )
-        context = "the length of the text drafted for: at most so many tokens, more than half"
-        for label, what, table in (
-            ("context", context, dict(stats.by_context)), ("drafter", "drafter", dict(stats.by_drafter))
-        ):  # fmt: skip
-            for index, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
-                values = {(str(key),): counts[index] for key, counts in sorted(table.items())}
-                yield self._counter(f"spec_decode_{name}_by_{label}", f"{name} by {what}", values, [label])
-        phases = ("draft", "verify", "accept", "host")
-        seconds = {(phase,): getattr(stats, f"{phase}_seconds") for phase in phases}
-        yield self._counter("round_seconds", "where the engine's time went", seconds, ["phase"])
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"forerun:{name}", text, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family
-
-    def _counter(self, name: str, text: str, values: Mapping[Any, float], labels: list[str] | None = None) -> Metric:
-        family = CounterMetricFamily(f"forerun:{name}", text, labels=["model_name", *(labels or [])])
-        for key, value in values.items():
-            family.add_metric([self.model, *key], value)
-        return family
+def _metrics(now: Snapshot) -> Iterator[tuple[Any, str, str, list[str], Mapping[Any, float]]]:
+    """Yields an engine's metrics: kind, name, help, labels, and values by the labels' values."""
+    stats = now.stats
+    for name, text, value in (
+        ("num_requests_running", "sequences that decode or read their prompt", now.running),
+        ("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", now.waiting),
+        ("kv_cache_usage_perc", "share of the target's KV pages in use", now.usage),
+        ("threads", "CPU threads of the latest round", stats.threads),
+        ("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up",
+         stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0),
+        ("prefix_cache_states", "states kept for prompts that begin alike", now.kept_states),
+    ):  # fmt: skip
+        yield GaugeMetricFamily, name, text, [], {(): value}
+    for item in fields(stats):
+        if "metric" in item.metadata:
+            values = {(): getattr(stats, item.name)}
+            yield CounterMetricFamily, item.metadata["metric"], item.metadata["help"], [], values
+    by_position = {(str(i),): count for i, count in enumerate(list(stats.accepted_per_pos))}
+    name, text = "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position"
+    yield CounterMetricFamily, name, text, ["position"], by_position
+    context = "the length of the text drafted for: at most so many tokens, more than half"
+    for label, what, table in (
+        ("context", context, dict(stats.by_context)), ("drafter", "drafter", dict(stats.by_drafter))
+    ):  # fmt: skip
+        for index, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
+            by_key = {(str(key),): counts[index] for key, counts in sorted(table.items())}
+            yield CounterMetricFamily, f"spec_decode_{name}_by_{label}", f"{name} by {what}", [label], by_key
+    seconds = {(phase,): getattr(stats, f"{phase}_seconds") for phase in ("draft", "verify", "accept", "host")}
+    yield CounterMetricFamily, "round_seconds", "where the engine's time went", ["phase"], seconds
 
 
 class Recorder:

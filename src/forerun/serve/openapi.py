@@ -24,18 +24,15 @@ GENERATION = (*BODY, 429, 503, 504)
 Responses = dict[int | str, dict[str, Any]]
 
 
-def _content(error: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}}
-
-
 def responses(
     *errors: int, answer: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None,
     error: type[BaseModel] = answers.Error, lines: bool = False,
 ) -> Responses:  # fmt: skip
     """Returns FastAPI's description of a route: the statuses of its errors and their form, its answer, and the events
     of a stream, or its ``lines``."""
+    form = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}}
     result: Responses = {
-        status: {"description": STATUSES[status][1], "content": _content(error)} for status in (*EVERYWHERE, *errors)
+        status: {"description": STATUSES[status][1], "content": form} for status in (*EVERYWHERE, *errors)
     }
     if answer is not None:
         result[200] = {"description": "The answer", "model": answer}

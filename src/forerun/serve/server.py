@@ -66,8 +66,9 @@ class Server:
         options = self.engine_options(body)
         if body.prediction is not None:
             options["prediction"] = await self.text.predicted(plain_text(body.prediction.content))
+        facts = self.engine.facts
         for prompt in prompts:
-            computed = self.engine.prompt_tokens_computed(prompt)
+            computed = len(prompt if facts.longest_source is None else facts.start)  # an encoder's source takes no room
             if limit is not None and body.must_fit and computed + limit > self.max_model_len:
                 raise ApiError(
                     400,

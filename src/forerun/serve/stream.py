@@ -294,7 +294,7 @@ class Reply(ABC):
 
     def usage(self) -> answers.Usage:
         """Counts each prompt once, and every emitted token, that which ended the answer included."""
-        prompt = sum(stream.num_prompt_tokens for stream in self.streams)
+        prompt = sum(len(stream.jobs[0].sequence.prompt) for stream in self.streams)
         completion = sum(choice.num_tokens for choice in self.choices)
         cached = sum(stream.jobs[0].metrics.num_cached_tokens for stream in self.streams)
         usage = answers.Usage(

@@ -224,8 +224,8 @@ class Checkpoint:
         """Fields of ``SamplingParams`` that the model sets, as vLLM takes them."""
         given = self.generation
         if self.gguf is not None:
-            values = {name: self.gguf.metadata.get(key) for name, key in SAMPLING_KEYS.items()}
-            given = {name: _shortest(value) for name, value in values.items()}
+            values = ((name, self.gguf.metadata.get(key)) for name, key in SAMPLING_KEYS.items())
+            given = {name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in values}  # 0.6 in float32
         result = {name: given[name] for name in SAMPLING_KEYS if given.get(name) is not None}
         try:
             SamplingParams(**result)
@@ -243,11 +243,6 @@ class Checkpoint:
 @lru_cache(maxsize=4)
 def _opened(path: Path, versions: tuple[tuple[int, int], ...]) -> Checkpoint:
     return Checkpoint(path)
-
-
-def _shortest(value: Any) -> Any:
-    """A float32 of a GGUF file as it was written, 0.6 instead of 0.6000000238418579."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _json_values(config: Any) -> dict[str, Any] | None:

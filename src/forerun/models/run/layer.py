@@ -217,7 +217,7 @@ class Layer:
             if self.experts is None and _absorb(self.gate_up, norm=self.norm_mlp):
                 self.norm_mlp = None
         if self.per_layer_gate is None and self.experts is None and _absorb(self.gate_up, gate=activation):
-            self.activation = _as_they_are
+            self.activation = lambda rows: rows
 
     def norms(self) -> Iterator[Any]:
         yield from self._parts(*NORMS)
@@ -235,10 +235,6 @@ class Layer:
 def _absorb(linear: Any, **what: Any) -> bool:
     """Whether a linear layer now computes a norm or an activation too."""
     return hasattr(linear, "absorb") and linear.absorb(**what)
-
-
-def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
-    return rows
 
 
 @dataclass(slots=True)

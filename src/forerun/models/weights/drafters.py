@@ -48,7 +48,8 @@ def _module(files: Safetensors | GGUFFile, config: Any, names: Mapping[str, str]
         weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
     mix = MTP_INPUT.mix
     if mix is not None and any(MIMO in name for name in names):
-        weights = ChangedWeights(weights, {f"{mix.checkpoint}.weight": _swapped})
+        swapped = {f"{mix.checkpoint}.weight": lambda weight: torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)}
+        weights = ChangedWeights(weights, swapped)
     return one, spec, weights
 
 
@@ -62,10 +63,6 @@ def _layer_alone(file: GGUFFile, spec: Spec, names: Mapping[str, str]) -> GGUFFi
         tensors[own] = replace(file.tensors[name], name=own)
     result.tensors = tensors
     return result
-
-
-def _swapped(weight: Rows) -> Rows:
-    return torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)
 
 
 def output_rows(opened: Checkpoint) -> Rows:

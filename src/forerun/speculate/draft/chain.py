@@ -75,25 +75,13 @@ class ChainGuess:
     def __post_init__(self) -> None:
         self.passes = array("q", bytes(8 * len(PassStruct._fields) * self.longest))
 
-    @property
-    def max_rows(self) -> int:
-        """The most rows of one call."""
-        return len(self.first) * (1 + max(self.counts))
-
     def add(self, text: array[int], depth: int) -> None:
         """Guesses what follows ``text``, for a chain of at most ``depth`` tokens."""
         library = kernels.library()
         assert library is not None
         out, found = array("q", bytes(8 * max(1, *self.counts))), array("q", (0, 0))
-        library.prompt_lookup(
-            structs.address(text),
-            len(text),
-            structs.address(self.counts),
-            REACH,
-            depth - 1,
-            structs.address(out),
-            structs.address(found),
-        )
+        at = structs.address
+        library.prompt_lookup(at(text), len(text), at(self.counts), REACH, depth - 1, at(out), at(found))
         if not self.first:
             self.match = found[0]
         guess = out[: found[1]]
@@ -260,7 +248,7 @@ class ChainRunner:
         if guess is not None:
             # Guesses are read like a prompt's tokens; those that the model would not have drafted are cut afterwards.
             batch = _append(batch, dict(zip(with_logits, guess.first)))
-        wide = 0 if guess is None else guess.max_rows
+        wide = 0 if guess is None else len(guess.first) * (1 + max(guess.counts))  # the most rows of one call
         prepared = self.fused.prepare(batch, attention, embeds, ahead=longest, wide=wide)
         options = restrictions([self.chooser.row(sequence) for sequence in chosen])
         temperatures, thresholds, top_ks = array("f", options[0]), array("f", options[1]), array("q", options[2])

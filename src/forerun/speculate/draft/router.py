@@ -94,11 +94,6 @@ class Router:
     def pools(self) -> list[Pool]:
         return [pool for drafter in self.drafters.values() for pool in drafter.pools()]
 
-    @property
-    def model_drafters(self) -> frozenset[str]:
-        """Names of the drafters that have a model of their own."""
-        return frozenset(name for name, drafter in self.drafters.items() if drafter.models())
-
     def models(self) -> list[Model]:
         return [model for drafter in self.drafters.values() for model in drafter.models()]
 
