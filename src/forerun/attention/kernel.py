@@ -15,6 +15,7 @@ from forerun import kernels
 from forerun.attention.base import Backend, Metadata, Query
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
+from forerun.core.tree import node_paths
 from forerun.kernels import structs
 
 WIDEST = 1024
@@ -84,7 +85,9 @@ class KernelAttention(Backend[AttentionPlan]):
             ))  # fmt: skip
             tables.extend(pool.block_tables[span.key])
             if span.parents is not None:
-                _list_paths(span, span.parents, paths, entries)
+                for nodes in node_paths(span.parents)[span.stored :]:
+                    paths.extend((len(entries), len(nodes)))
+                    entries.extend(span.start + node for node in nodes)
         plan = _plan(batch, spans, tables, paths, entries, starts)
         if pool.sources is not None:
             sources = [pool.sources.page(span.key) for span in batch.spans]
@@ -210,6 +213,9 @@ def _check(span: Span) -> None:
     if span.parents is not None and len(span.parents) != span.stored + span.count:
         nodes = span.stored + span.count
         raise ValueError(f"a span of {nodes} nodes names {len(span.parents)} parents")
+    for node, parent in enumerate(span.parents or ()):
+        if parent >= node:
+            raise ValueError(f"node {node} of a tree comes before its parent {parent}")
 
 
 def _check_rows(keys: torch.Tensor, values: torch.Tensor, rows: int, *sides: torch.Tensor) -> None:
@@ -228,16 +234,3 @@ def _by_row(side: torch.Tensor) -> torch.Tensor:
     """[rows, heads, width] with each row's heads side by side."""
     width = side.shape[2]
     return side if side.stride(2) == 1 and side.stride(1) == width else side.contiguous()
-
-
-def _list_paths(span: Span, parents: list[int], paths: array[int], entries: array[int]) -> None:
-    """Appends each row's path of nodes to ``entries``, and where it begins and its length to ``paths``."""
-    for node in range(span.stored, len(parents)):
-        path = []
-        while node >= 0:
-            path.append(span.start + node)
-            if parents[node] >= node:
-                raise ValueError(f"node {node} of a tree comes before its parent {parents[node]}")
-            node = parents[node]
-        paths.extend((len(entries), len(path)))
-        entries.extend(reversed(path))

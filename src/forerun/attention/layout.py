@@ -10,6 +10,7 @@ import torch
 from forerun.attention.base import Metadata
 from forerun.cache.pool import Pool, Slots
 from forerun.core.batch import Batch, Span
+from forerun.core.tree import node_paths
 
 BATCHED_ROWS = 16
 """Sequences with at most so many rows each share a call with others."""
@@ -99,16 +100,10 @@ def leaf_paths(span: Span) -> Iterator[tuple[list[int], int]]:
     parents = span.parents or []
     inner = {parent for parent in parents if parent >= 0}
     seen = set(range(span.stored))
-    for leaf in range(len(parents)):
-        if leaf in inner:
-            continue
-        nodes, node = [], leaf
-        while node >= 0:
-            nodes.append(node)
-            node = parents[node]
-        nodes.reverse()
-        yield nodes, sum(node in seen for node in nodes)
-        seen.update(nodes)
+    for leaf, nodes in enumerate(node_paths(parents)):
+        if leaf not in inner:
+            yield nodes, sum(node in seen for node in nodes)
+            seen.update(nodes)
 
 
 def ancestors(span: Span) -> torch.Tensor:
@@ -116,10 +111,8 @@ def ancestors(span: Span) -> torch.Tensor:
     total = span.stored + span.count
     seen = torch.zeros(total, total, dtype=torch.bool)
     parents = span.parents if span.parents is not None else list(range(-1, total - 1))
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            seen[node] = seen[parent]
-        seen[node, node] = True
+    for node, path in enumerate(node_paths(parents)):
+        seen[node, path] = True
     return seen[span.stored :]
 
 

@@ -9,7 +9,7 @@ them in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from forerun.attention.base import Backend, Metadata, Query
 from forerun.core.batch import Batch
+from forerun.core.tree import node_paths
 from forerun.kernels import gpu
 
 KEYS = 64
@@ -319,16 +320,8 @@ def write_numbers(to: np.ndarray, batch: Batch, tables: dict[int, list[int]], si
         table = tables[span.key]
         parts["tables"][index * sizes.pages : index * sizes.pages + len(table)] = table
         if span.parents is not None:
-            for row, path in enumerate(_paths(span.parents, span.stored), start=batch.offsets[index]):
+            for row, path in enumerate(node_paths(span.parents)[span.stored :], start=batch.offsets[index]):
                 parts["paths"][row * sizes.nodes : row * sizes.nodes + len(path)] = path
-
-
-def _paths(parents: Sequence[int], stored: int) -> Iterator[list[int]]:
-    """For each new row of a tree, its ancestors and itself, from the root down."""
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else ()), node])
-    yield from paths[stored:]
 
 
 def _rows(side: torch.Tensor) -> torch.Tensor:

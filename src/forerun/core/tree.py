@@ -30,6 +30,14 @@ def depths(parents: Sequence[int]) -> list[int]:
     return result
 
 
+def node_paths(parents: Sequence[int]) -> list[list[int]]:
+    """For each node of a tree, its ancestors and itself, from the root down."""
+    result: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        result.append([*(result[parent] if parent >= 0 else ()), node])
+    return result
+
+
 class Shadow(NamedTuple):
     """A looked-up token that is compared with what the target emits instead of being verified."""
 

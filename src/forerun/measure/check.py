@@ -20,7 +20,7 @@ import torch
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
-from forerun.core.tree import Draft
+from forerun.core.tree import Draft, node_paths
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.llm import LLM
@@ -514,17 +514,12 @@ class HandMade(Drafter[HandMadeConfig]):
     def _draft(self, sequence: RequestState, budget: int) -> Draft:
         rng = random.Random(f"{sequence.seed} {len(sequence.tokens)}")
         shape = rng.choice(SHAPES)
-        depths: list[int] = []
-        for parent in shape:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        paths = node_paths(shape)
         truth = self._continuation(sequence)[: rng.randrange(budget + 1)]
-        path, node = [], rng.randrange(len(shape))
-        while node >= 0:
-            path.append(node)
-            node = shape[node]
+        path = paths[rng.randrange(len(shape))]
         draft = Draft()
         nodes: dict[int, int] = {-1: -1}
-        for index, (parent, depth) in enumerate(zip(shape, depths)):
+        for index, (parent, depth) in enumerate(zip(shape, map(len, paths))):
             if depth > budget:
                 continue
             if index in path and depth <= len(truth):
