@@ -232,5 +232,4 @@ def _check_rows(keys: torch.Tensor, values: torch.Tensor, rows: int, *sides: tor
 
 def _by_row(side: torch.Tensor) -> torch.Tensor:
     """[rows, heads, width] with each row's heads side by side."""
-    width = side.shape[2]
-    return side if side.stride(2) == 1 and side.stride(1) == width else side.contiguous()
+    return side if side.stride(2) == 1 and side.stride(1) == side.shape[2] else side.contiguous()

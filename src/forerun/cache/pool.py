@@ -132,8 +132,7 @@ class Pages:
     def can_reserve(self, key: int, length: int) -> bool:
         if self.states is not None and not self.states.can_allocate(key):
             return False
-        short = self._missing(key, length) - len(self.free_pages)
-        return short <= self.num_evictable
+        return self._missing(key, length) - len(self.free_pages) <= self.num_evictable
 
     def _missing(self, key: int, length: int) -> int:
         """How many free pages ``length`` entries take: new ones, and copies of shared ones that would be written."""

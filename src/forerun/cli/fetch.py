@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,15 +18,6 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")
 def megabytes(size: int) -> str:
     """Bytes as text, such as ``25.2 MB``."""
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
-
-
-def _taken(method: str, model: str | None = None, lookup: str | None = None) -> str:
-    return method + (f": {model}" if model else "") + (f", where {lookup} finds nothing" if lookup else "")
-
-
-def _fractions(sizes: Mapping[str, int]) -> str:
-    """Each name with its fraction of the total, in percent."""
-    return ", ".join(f"{name} {size / sum(sizes.values()):.1%}" for name, size in sizes.items())
 
 
 def fetch_command(
@@ -107,27 +97,29 @@ def show_command(
     taken = choose(name)
     *lookups, paid = taken.get("drafters", [taken])
     result["auto"] = {key: paid[key] for key in ("method", "model") if key in paid}
+    auto = ": ".join(map(str, result["auto"].values()))
     if lookups:
         result["auto"]["lookup"] = lookups[0]["method"]
+        auto += f", where {lookups[0]['method']} finds nothing"
     if json:
         print_json(result)
         return
     drafts = [
         each["name"] if each["here"] else f"{each['name']} (forerun fetch {each['name']})" for each in result["drafts"]
     ]
-    count = result["parameters"]
+    count, types = result["parameters"], result["types"]
     rows = {
         "name": result["name"],
         "architecture": result["architecture"],
         "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
         "format": result["format"],
-        "types": _fractions(result["types"]),
+        "types": ", ".join(f"{name} {size / sum(types.values()):.1%}" for name, size in types.items()),
         "in memory": result["held"],
         "context": f"{result['context']} tokens" if result["context"] else "not stated",
         "vocabulary": f"{result['vocabulary']} tokens",
         "size": megabytes(result["size"]),
         "path": result["path"],
-        "auto takes": _taken(**result["auto"]),
+        "auto takes": auto,
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
     for key, value in rows.items():

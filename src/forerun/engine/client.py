@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core.errors import RequestError
 from forerun.engine.admission import check_length
+from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.memory import megabytes
 from forerun.engine.metrics import RoundTrace, Snapshot
 from forerun.engine.stop import Finish, held_back
 from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import Params, StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from forerun.engine.engine import Engine
 
 
 class QueueFullError(RequestError):
@@ -372,8 +370,7 @@ class EngineClient(ABC):
         if ahead and ahead + params.n > slots + self.max_queue:
             waiting = max(0, ahead - slots)
             raise QueueFullError(f"the queue is full ({waiting} waiting, limit {self.max_queue}): try again later")
-        loop = asyncio.get_running_loop()
-        stream = Stream(self, loop, params.n)
+        stream = Stream(self, asyncio.get_running_loop(), params.n)
         if timeout is not None:
             stream.fail_after(timeout, TimeLimitError(f"the request was not answered within {timeout:g} seconds"))
         self.streams.add(stream)

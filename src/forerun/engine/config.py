@@ -121,8 +121,7 @@ class SpeculativeConfig:
                 f"accept={accept!r} supports chains only, but {method!r} drafts trees: choose another rule, or remove "
                 "'tree' or 'tree_nodes' if they are set"
             )
-        rates = take_rates(synthetic, config.num_speculative_tokens)
-        return cls(method, accept, length, config, rule_config, rates)
+        return cls(method, accept, length, config, rule_config, take_rates(synthetic, config.num_speculative_tokens))
 
     @classmethod
     def parse_all(

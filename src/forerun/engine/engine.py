@@ -89,7 +89,10 @@ class Engine:
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
         self.on_close: list[Callable[[], object]] = []
         self.memory = self._open_memory()
-        self.router = Router(self._drafters(configs))
+        context = self._draft_context()
+        self.router = Router(
+            {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
+        )
         if self.memory is not None and not self.memory.used:
             raise ConfigError("memory needs a drafter that looks up in it: choose method suffix, or remove memory")
         self.policy = policies[self.speculative.length](self._setting())
@@ -171,10 +174,6 @@ class Engine:
             log.info("enforce_eager says nothing here: no round uses CUDA graphs")
         for each in graphs:
             each.enabled = not self.config.enforce_eager
-
-    def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
-        context = self._draft_context()
-        return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
 
     def _open_memory(self) -> Memory | None:
         """It is saved when the engine is closed, and when it or the process ends without that."""
@@ -280,8 +279,7 @@ class Engine:
                 detokenizer = Detokenizer.of(self.tokenizer, sequence)
                 detokenizer.add(committed)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
-            traced = trace or self.config.trace
-            job = Job(sequence, Stopper(sequence, detokenizer), metrics, index, traced=traced)
+            job = Job(sequence, Stopper(sequence, detokenizer), metrics, index, traced=trace or self.config.trace)
             if search is None or beams.attach(job, jobs, search, self._ids.__next__):
                 self.scheduler.add(sequence)
             self.jobs[sequence.id] = job

@@ -290,8 +290,7 @@ class Spelling:
 
         tokenizer = getattr(tokenizer, "full", tokenizer)
         own = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids, slices=[])
-        added = tokenizer.added_tokens_decoder
-        ordinary = {token for token, one in added.items() if not one.special} - set(eos_ids)
+        ordinary = {token for token, one in tokenizer.added_tokens_decoder.items() if not one.special} - set(eos_ids)
         """Added tokens that are ordinary text, such as Qwen's ``<tool_call>``."""
         special = [own.is_special_token(token) and token not in ordinary for token in range(vocab_size)]
         self.tokens = [MARKER * marked + own.decode_bytes([token]) for token, marked in enumerate(special)]

@@ -88,11 +88,9 @@ def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: s
     """
     scores = result.scores
     slot = result.deciding.index(index)
-    nodes = [-1, *verdict.path][: len(verdict.tokens)]
-    rows = [scores.row(slot, node) for node in nodes]
+    rows = [scores.row(slot, node) for node in [-1, *verdict.path][: len(verdict.tokens)]]
     source = scores.warped if mode == "processed_logprobs" or scores.raw is None else scores.raw
-    count = scores.sequences[slot].params.logprobs
-    return _token_logprobs(take(source, rows), verdict.tokens, count)
+    return _token_logprobs(take(source, rows), verdict.tokens, scores.sequences[slot].params.logprobs)
 
 
 def prompt_logprobs(job: Job, result: Verification, index: int, sequence: RequestState) -> None:

@@ -56,8 +56,7 @@ class RequestMetrics:
         self.num_drafts += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_draft_tokens += verdict.accepted
-        missing = verdict.accepted + 1 - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
+        self.acceptance_histogram.extend([0] * (verdict.accepted + 1 - len(self.acceptance_histogram)))
         self.acceptance_histogram[verdict.accepted] += 1
         self.accepted_per_step.append(verdict.accepted)
         self.drafted_per_step.append(len(draft))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -13,12 +13,10 @@ from starlette.types import Send
 
 from forerun.core.errors import RequestError
 from forerun.serve import answers
+from forerun.serve.models import Models
 from forerun.serve.schema import KEEP_ALIVE, Asked
 from forerun.serve.server import Server
 from forerun.serve.stream import Reply
-
-if TYPE_CHECKING:
-    from forerun.serve.models import Models
 
 log = logging.getLogger("forerun")
 

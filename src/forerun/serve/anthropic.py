@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, RootModel, Tag
@@ -14,6 +14,7 @@ from forerun.serve import answers
 from forerun.serve.answering import answer, naming
 from forerun.serve.answers import Answer
 from forerun.serve.errors import ApiError, converted
+from forerun.serve.models import Models
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.schema import (
     IGNORED,
@@ -31,12 +32,9 @@ from forerun.serve.schema import (
     one_of,
     plain_text,
 )
+from forerun.serve.server import Server
 from forerun.serve.stream import ChatReply, Choice
 from forerun.serve.tools.base import Piece, arguments_of
-
-if TYPE_CHECKING:
-    from forerun.serve.models import Models
-    from forerun.serve.server import Server
 
 SIGNATURE = "forerun"
 """Of thoughts: clients send those back that have one."""

@@ -56,8 +56,7 @@ def create_app(engine: EngineClient | Models, options: ServerOptions | None = No
     for api in (ollama, anthropic, tokens):
         api.install(app, models)
     chunks = (answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent, answers.InfillChunk)
-    unseen = (answers.Error, *chunks, *ollama.MODELS, *anthropic.MODELS)
-    describe(app, options, models.drafters, unseen)
+    describe(app, options, models.drafters, (answers.Error, *chunks, *ollama.MODELS, *anthropic.MODELS))
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -14,10 +14,8 @@ from forerun.models.text.infill import Hole, ending
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers
 from forerun.serve.schema import Absent, ExtraFiles, Generation, Int, StopAt, Text
+from forerun.serve.server import Server
 from forerun.serve.stream import Choice, CompletionReply
-
-if TYPE_CHECKING:
-    from forerun.serve.server import Server
 
 REPOSITORY, FILE = "myproject", "filename"
 """The names that llama.cpp gives to the repository and to the file with the cursor."""

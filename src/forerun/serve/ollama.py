@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
@@ -19,6 +19,7 @@ from forerun.serve import answers
 from forerun.serve.answering import answer
 from forerun.serve.answers import Answer, sometimes
 from forerun.serve.errors import ApiError, converted
+from forerun.serve.models import Listed, Loaded, Models
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.options import seconds_of
 from forerun.serve.schema import (
@@ -40,12 +41,9 @@ from forerun.serve.schema import (
     Tools,
     one_of,
 )
+from forerun.serve.server import Server
 from forerun.serve.stream import ChatReply, Choice, CompletionReply, Reply
 from forerun.serve.tools.base import arguments_of
-
-if TYPE_CHECKING:
-    from forerun.serve.models import Listed, Loaded, Models
-    from forerun.serve.server import Server
 
 VERSION = "0.13.0"
 """Of Ollama, whose API this is: clients compare it to learn what a server can do."""

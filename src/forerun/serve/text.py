@@ -152,8 +152,7 @@ class TextService:
 
     def _offsets(self, tokenizer: Any, prompt: Sequence[int], text: str) -> list[int]:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-        texts = detokenizer.spell(prompt, last=True)
-        offsets = [*accumulate(map(len, texts), initial=0)][:-1]
+        offsets = [*accumulate(map(len, detokenizer.spell(prompt, last=True)), initial=0)][:-1]
         before = max(0, detokenizer.text.find(text))
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, RootModel, model_validator
@@ -13,12 +13,10 @@ from forerun import __version__
 from forerun.models.text.tokenizer import token_text
 from forerun.serve.answering import naming
 from forerun.serve.answers import Answer, sometimes
+from forerun.serve.models import Models
 from forerun.serve.openapi import BODY, responses
 from forerun.serve.schema import Body, ChatRequest, Messages, Text, TokenId, Tools
 from forerun.serve.text import token_bytes
-
-if TYPE_CHECKING:
-    from forerun.serve.models import Models
 
 FILES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "chat_template_file")
 """Settings of tokenizers that name files of this machine."""

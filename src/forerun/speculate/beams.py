@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +19,9 @@ from forerun.core.request import Beams, Hypothesis, Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN
+from forerun.speculate.draft.router import Router
+from forerun.speculate.length.base import LengthPolicy
 from forerun.speculate.verify import Target, Verification
-
-if TYPE_CHECKING:
-    from forerun.speculate.draft.router import Router
-    from forerun.speculate.length.base import LengthPolicy
 
 Ranked = tuple[list[int], list[float]]
 """A row's best ids, best first, and their log-probabilities."""
@@ -76,8 +74,7 @@ def finished(beams: Beams, live: Sequence[Continuation], length: int) -> bool:
     if beams.early_stopping is True:
         return True
     farthest = beams.longest if beams.early_stopping == "never" and beams.length_penalty > 0.0 else length
-    penalty = float(farthest**beams.length_penalty)
-    return live[0].logprob / penalty <= beams.finished[-1].score
+    return live[0].logprob / float(farthest**beams.length_penalty) <= beams.finished[-1].score
 
 
 @dataclass(slots=True)

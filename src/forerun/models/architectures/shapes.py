@@ -181,8 +181,7 @@ def _experts(spec: Spec, count: int, config: Any) -> Tensors:
     for expert in range(count):
         for name in (*experts.gate_up, experts.down):
             outputs, inputs = (spec.hidden, width) if name is experts.down else (width, spec.hidden)
-            own = Name(name.checkpoint.format(expert), name.gguf)
-            yield from _linear(own, outputs, inputs, bias=experts.bias)
+            yield from _linear(Name(name.checkpoint.format(expert), name.gguf), outputs, inputs, bias=experts.bias)
 
 
 def _norm(architecture: Architecture, name: Name, width: int) -> dict[str, Axes]:

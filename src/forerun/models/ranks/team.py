@@ -42,8 +42,7 @@ class Team:
     def connect(self, folder: Path, device: torch.device) -> None:
         """Meet the others in ``folder``; returns once all are there."""
         try:
-            store = dist.FileStore(str(folder / "store"), self.size)
-            self._group = _group(store, self.rank, self.size, device)
+            self._group = _group(dist.FileStore(str(folder / "store"), self.size), self.rank, self.size, device)
         except RuntimeError as error:
             self._failed(error)
 
@@ -220,5 +219,4 @@ class OverAll:
         self.norm, self.team = norm, team
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        whole = self.norm(self.team.join(x))
-        return whole.chunk(self.team.size, -1)[self.team.rank].contiguous()
+        return self.norm(self.team.join(x)).chunk(self.team.size, -1)[self.team.rank].contiguous()

@@ -109,8 +109,7 @@ class AssistantModel:
         how, size = choose(info.dtype, info.device, "auto"), self.decoder.info.hidden_size
 
         def linear(name: str, shape: tuple[int, int]) -> Any:
-            weight = _tensor(path, files, f"{name}.weight", shape)
-            return make_linear(weight.to(info.device, info.dtype), None, how)
+            return make_linear(_tensor(path, files, f"{name}.weight", shape).to(info.device, info.dtype), None, how)
 
         self.pre_projection = linear(f"{begin}pre_projection", (size, 2 * info.hidden_size))
         self.post_projection = linear(f"{begin}post_projection", (info.hidden_size, size))

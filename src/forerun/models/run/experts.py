@@ -117,8 +117,7 @@ class Experts:
             return expert.down(self.activation(expert.gate_up(x)))
         parts = []
         for first, end, count in tiles.split_rows(len(x), sizes):
-            rows = pad_rows(x[first:end], count)
-            parts.append(expert.down(self.activation(expert.gate_up(rows)))[: end - first])
+            parts.append(expert.down(self.activation(expert.gate_up(pad_rows(x[first:end], count))))[: end - first])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -176,8 +176,7 @@ class Graphs:
         if self._graphs.get(owner, (at, {}))[0] != at:
             del self._graphs[owner]
         if key not in self._graphs.get(owner, (at, {}))[1]:
-            made = make()
-            self._graphs.setdefault(owner, (at, {}))[1][key] = made
+            self._graphs.setdefault(owner, (at, {}))[1][key] = make()
         kept: T = self._graphs[owner][1][key]
         return kept
 

@@ -459,8 +459,7 @@ class NativeModel(TiledModel):
             k, v = run.kv[index]
         q = self._scale_query(q, run.metadata.batch)
         sizes = self.spec.scale, layer.window, self.spec.softcap, None, layer.sinks, layer.causal, layer.sink_tokens
-        query = Query(index, q, k, v, *sizes)
-        out = run.attention.run(query, run.metadata)
+        out = run.attention.run(Query(index, q, k, v, *sizes), run.metadata)
         return out if gate is None else self._gate(gate, out[: len(gate)])
 
     def _attend_latents(

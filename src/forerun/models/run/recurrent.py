@@ -72,8 +72,7 @@ class ShortConv:
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         before, after, x = inputs.chunk(3, -1)
         records = remember(before * x, self.layer, states, replay)
-        rows = replay.taps[replay.fed]
-        return self.conv(records, rows).to(self.dtype).mul_(after)
+        return self.conv(records, replay.taps[replay.fed]).to(self.dtype).mul_(after)
 
     def norms(self) -> Iterator[object]:
         yield from ()

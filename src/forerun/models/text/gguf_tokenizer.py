@@ -279,8 +279,7 @@ def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
 
 def _byte_level(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
     ids = {token: index for index, token in enumerate(tokens)}
-    merges = _listed_merges(metadata, ids, where)
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rules.ignore_merges))
+    tokenizer = Tokenizer(models.BPE(ids, _listed_merges(metadata, ids, where), ignore_merges=rules.ignore_merges))
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]

@@ -201,8 +201,7 @@ def _dflash_options(
         sizes = {"state": weights["prefix_gru.weight_hh_l0"].shape[1], "inner": len(weights["embed_proj.0.weight"])}
         options |= {"domino": {**sizes, "first": first}, "from_anchor": bool(keys.get("shift_label", False))}
     if "confidence_head.proj.weight" in weights:
-        reads = weights["confidence_head.proj.weight"].shape[1]
-        options["confidence"] = "markov" if reads > size else "plain"
+        options["confidence"] = "markov" if weights["confidence_head.proj.weight"].shape[1] > size else "plain"
     if "layers.0.attention_conv.base_kernel" in weights:
         options["group"] = keys.get("conv_group_size", CANDIDATES)
         taps = keys.get("conv_kernel_size", BlockConvolution.TAPS)

@@ -131,8 +131,7 @@ class RowRecorder(Backend[Metadata]):
     def begin(self, batch: Batch) -> Metadata:
         """Gives every sequence an empty state."""
         if self.info.state_shapes:
-            count = len(batch.spans)
-            self.empty = States(self.info.state_shapes, count, 1, self.info.dtype, batch.device)
+            self.empty = States(self.info.state_shapes, len(batch.spans), 1, self.info.dtype, batch.device)
             for span in batch.spans:
                 self.empty.allocate(span.key)
                 self.empty.lengths[span.key] = span.start

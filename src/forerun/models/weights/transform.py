@@ -223,8 +223,7 @@ def _some_rows(weight: Rows, rows: slice, *, transposed: bool) -> LazyRows:
 
 def deinterleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of a query or key projection with rotated pairs half a head apart, where they were side by side."""
-    rows = weight.shape[0]
-    return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 class GGUFPart(NamedTuple):

@@ -52,8 +52,7 @@ class GemmaParser(WholeParser):
         reader = GemmaReader(text)
         if (head := reader.match(CALL)) is None:
             reader.fail()
-        values = dict(reader.items("}", reader.pair))
-        return [(head[1], as_text(values))], reader.position
+        return [(head[1], as_text(dict(reader.items("}", reader.pair))))], reader.position
 
 
 class GemmaRules(SpelledRules):

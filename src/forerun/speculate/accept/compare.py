@@ -297,8 +297,7 @@ class ComparisonOnGPU(Comparison):
             drafted = send(ids, warped.device)
             for late in {draft.late for draft in scores.drafts if draft.late is not None}:
                 late.fill_in(drafted)
-            chances = probabilities(warped).gather(1, drafted[:, None])
-            found = torch.cat([found, chances.view(torch.int32)], 1)
+            found = torch.cat([found, probabilities(warped).gather(1, drafted[:, None]).view(torch.int32)], 1)
         found = HostCopy(found).read()
         self._tops, self._best = found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()
         self._chances = found[:, 2:].contiguous().view(torch.float32).flatten().tolist()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -22,13 +22,11 @@ from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.params import COLDEST, LARGEST
 from forerun.sampling.warp import Row, warp
+from forerun.speculate.accept.base import Rule
+from forerun.speculate.draft.memory import Memory
 from forerun.speculate.length.base import Parts
 from forerun.speculate.names import drafters as drafters  # for drafters of other packages
-
-if TYPE_CHECKING:
-    from forerun.speculate.accept.base import Rule
-    from forerun.speculate.draft.memory import Memory
-    from forerun.speculate.verify import Verification
+from forerun.speculate.verify import Verification
 
 MAX_DEPTH = 4096
 """Upper bound of ``num_speculative_tokens``: more than any forward verifies."""

@@ -125,8 +125,7 @@ class Bucket:
         scores = sampling.restrict_rows(logits, parts["options"].view(torch.float32))
         best = second = sure = sampling.choose_rows(scores, words, now)
         if sures:  # as ``Sampler.rank`` has it
-            log = logits.amax(1).double() - logits.double().logsumexp(1)
-            sure = log.float().view(torch.int32)
+            sure = (logits.amax(1).double() - logits.double().logsumexp(1)).float().view(torch.int32)
             second = sampling.choose_rows(scores.scatter_(1, best[:, 1:].long(), -inf), words, now)
         _advance[(self.sizes.rows,)](
             best, second, sure, runner.words if runner.ids is None else runner.ids, self.found, parts["steps"],

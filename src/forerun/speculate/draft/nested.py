@@ -100,8 +100,7 @@ class CompositeDrafter(Drafter[P]):
         """Every inner drafter sees its own draft, with the part of the accepted path that it contains."""
         for drafter, proposed in zip(self.inner, self.proposed):
             own = [proposed.get(sequence.id, Draft()) for sequence in sequences]
-            own_verdicts = [_own_verdict(*each) for each in zip(own, drafts, verdicts)]
-            drafter.observe(sequences, own, own_verdicts, result)
+            drafter.observe(sequences, own, [_own_verdict(*each) for each in zip(own, drafts, verdicts)], result)
             proposed.clear()
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:

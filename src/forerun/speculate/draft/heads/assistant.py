@@ -71,8 +71,7 @@ class Assistant(Drafter[MtpConfig]):
                 sequence, draft = sequences[index], drafts[index]
                 tokens.append(draft.tokens[node] if depth else sequence.tokens[-1])
                 features.append(outputs[index, draft.parents[node]] if depth else self.states[sequence.id][1])
-            chosen = [sequences[index] for index, _ in frontier]
-            logits, states = self._run(chosen, tokens, torch.stack(features))
+            logits, states = self._run([sequences[index] for index, _ in frontier], tokens, torch.stack(features))
             outputs.update(zip(frontier, states))
             return logits
 
