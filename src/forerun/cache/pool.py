@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,8 +67,8 @@ SlotMapping = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
 Slots = SlotMapping | tuple[int, slice]
 """Where entries are: a slot mapping, or a range of one page."""
-Change = tuple[Any, ...]
-"""A change of a pool's entries other than a write: its name and arguments."""
+Change = tuple[str, tuple[Any, ...]]
+"""A change of tensors: its name and arguments."""
 
 
 class OutOfPages(ForerunError):
@@ -91,7 +91,24 @@ class KVShape:
         return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
-class Pages:
+class Recorded:
+    """Tensors whose changes between forwards, ``_NAME``, other ranks repeat."""
+
+    changes: list[Change] | None = None
+    """None: not recorded."""
+
+    def _apply(self, name: str, *arguments: Any) -> None:
+        """Makes a change, and records it."""
+        if self.changes is not None:
+            self.changes.append((name, arguments))
+        self.redo(name, arguments)
+
+    def redo(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Repeats a change of another rank."""
+        getattr(self, f"_{name}")(*arguments)
+
+
+class Pages(Recorded):
     """The bookkeeping of a pool, without tensors: which pages hold which sequence's entries.
 
     ``block_tables`` lists each sequence's pages; ``ref_counts`` counts a page's users, the prefix tree included.
@@ -167,7 +184,7 @@ class Pages:
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.ref_counts[table[index]] > 1:
                 fresh = self._allocate()
-                self._copy_page(table[index], fresh, min(self.page_size, current - index * self.page_size))
+                self._apply("copy", table[index], fresh, min(self.page_size, current - index * self.page_size))
                 self._unref(table[index])
                 table[index] = fresh
         while len(table) < self.pages_for(length):
@@ -254,7 +271,7 @@ class Pages:
         elif self.cached[page] and self.ref_counts[page] == 1:
             self.num_evictable += 1
 
-    def _copy_page(self, source: int, target: int, count: int) -> None:
+    def _copy(self, source: int, target: int, count: int) -> None:
         """Copies a page's first ``count`` entries."""
 
     def check(self) -> None:
@@ -299,8 +316,6 @@ class Pool(Pages):
         self.device = torch.device(device)
         self.dtype = dtype
         self.layers = list(layers)
-        self.changes: list[Change] | None = None
-        """Changes of entries other than writes, for other ranks to repeat; None: not recorded."""
 
     @cached_property
     def pairs(self) -> list[torch.Tensor | None]:
@@ -348,18 +363,11 @@ class Pool(Pages):
             self.sources.clear()
         self.zero(list(self.free_pages))
 
-    def _record(self, *change: Any) -> None:
-        if self.changes is not None:
-            self.changes.append(change)
-
-    def redo(self, change: Change) -> None:
-        """Repeats a change of another rank's pool."""
-        changes: dict[str, Callable[..., None]] = {"zero": self.zero, "move": self._move, "copy": self._copy_page}
-        changes[change[0]](*change[1:])
-
     def zero(self, pages: list[int], count: int | None = None) -> None:
         """Zeroes these pages' first ``count`` entries; None: all."""
-        self._record("zero", pages, count)
+        self._apply("zero", pages, count)
+
+    def _zero(self, pages: list[int], count: int | None) -> None:
         for tensor in self._tensors():
             tensor[pages, :, :count] = 0
 
@@ -453,7 +461,7 @@ class Pool(Pages):
             source = self.slot_mapping(key, old)
             self.lengths[key] = new[0]
             if self.try_reserve(key, start + count):
-                self._move(source, self.slot_mapping(key, new))
+                self._apply("move", source, self.slot_mapping(key, new))
                 if self.states is not None:
                     self.states.move(key, old, new)
                 self.lengths[key] = start + count
@@ -463,11 +471,9 @@ class Pool(Pages):
         return count
 
     def _move(self, source: SlotMapping, target: SlotMapping) -> None:
-        self._record("move", source, target)
         for tensor in self._tensors():
             tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
 
-    def _copy_page(self, source: int, target: int, count: int) -> None:
-        self._record("copy", source, target, count)
+    def _copy(self, source: int, target: int, count: int) -> None:
         for tensor in self._tensors():
             tensor[target, :, :count] = tensor[source, :, :count]

@@ -8,15 +8,14 @@ length, and a rejected draft costs the next round nothing (as in ReplaySSM and T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
-from forerun.cache.pool import zeros
+from forerun.cache.pool import Recorded, zeros
 from forerun.core.batch import Batch, Span
 
 INTERVAL = 256
@@ -74,7 +73,7 @@ class Replay:
     """The nodes that are rows of the batch, in order."""
 
 
-class States:
+class States(Recorded):
     """Slots for the states of ``count`` sequences, and for ``kept`` states that outlive theirs (``cache/prefix.py``).
 
     Up to ``depth`` entries after a sequence's checkpoint may be rolled back.
@@ -96,8 +95,6 @@ class States:
         self.depth = depth
         self.ring = self.columns + depth
         self.dtype, self.device = dtype, device
-        self.changes: list[tuple[str, Any]] | None = None
-        """Changes of tensors between forwards, for other ranks to repeat; None: not recorded."""
         self._reset(count, kept)
 
     def _reset(self, count: int, kept: int) -> None:
@@ -157,17 +154,6 @@ class States:
     def _clear(self, key: int, origin: int | None = None, length: int = 0) -> None:
         self.lengths[key] = length
         self._apply("fill", self.slots[key], origin, length)
-
-    def _apply(self, change: str, *arguments: Any) -> None:
-        """Changes tensors, and records it."""
-        if self.changes is not None:
-            self.changes.append((change, arguments))
-        self.redo(change, arguments)
-
-    def redo(self, change: str, arguments: Any) -> None:
-        """Repeats a change of another rank's tensors."""
-        changes: dict[str, Callable[..., None]] = {"fill": self._fill, "copy": self._copy, "move": self._move}
-        changes[change](*arguments)
 
     def _fill(self, slot: int, origin: int | None, length: int) -> None:
         for records, numbers in zip(self.records, self.checkpoints):

@@ -137,7 +137,7 @@ class StatesFeed:
     slots: dict[int, int]
     lengths: dict[int, int]
     to_store: dict[int, dict[int, int]]
-    changes: list[tuple[str, Any]]
+    changes: list[Change]
 
     @classmethod
     def of(cls, states: States, keys: Sequence[int]) -> StatesFeed:

@@ -47,7 +47,7 @@ class RankWorker:
             pool = Mirror(info.kv_shapes, message.num_pages, message.page_size, info.dtype, info.device)
             attention = self.caches[message.pool] = attention_over(self.model, pool)
         for change in message.changes:
-            attention.pool.redo(change)
+            attention.pool.redo(*change)
         attention.pool.block_tables, attention.pool.lengths = message.block_tables, {}
         if message.states is not None:
             self._update_states(attention.pool, message.states)
