@@ -67,7 +67,7 @@ struct Task {
 
 // The queries of a tile, their sums and states. Each step (scores, softmax, weighted values) runs over all queries
 // before the next step: within one query the steps depend on each other and would stall.
-template <class T, int WIDTH>
+template <class T>
 struct Queries {
   using N = Numbers<T>;
   using Asked = typename N::Asked;
@@ -80,8 +80,8 @@ struct Queries {
   std::vector<Task> tasks;
 
   void clear(int64_t count, const Pool &pool) {
-    width = WIDTH > 0 ? WIDTH : pool.width;
-    value_width = WIDTH > 0 ? WIDTH : pool.value_width;
+    width = pool.width;
+    value_width = pool.value_width;
     padded = (width + N::SIZE - 1) / N::SIZE * N::SIZE;
     value_padded = (value_width + N::SIZE - 1) / N::SIZE * N::SIZE;
     queries.resize(count);
@@ -103,48 +103,42 @@ struct Queries {
     }
   }
 
-  // Calls f(tasks, count) for neighbouring queries with the same first key, at most COUNT at a time. Later queries have
-  // the same last key or a later one.
-  template <int COUNT, class F>
-  void runs(F f) const {
-    for (size_t i = 0, count; i < tasks.size(); i += count) {
+  // Calls f(tasks, count) for neighbouring queries with the same first key, at most ``most`` at a time. Later queries
+  // have the same last key or a later one.
+  template <class F>
+  void runs(int64_t most, F f) const {
+    for (int64_t i = 0, count, all = tasks.size(); i < all; i += count) {
       const auto like = [&](const Task &task, int64_t after) {
         return task.query == tasks[i].query + after && task.begin == tasks[i].begin;
       };
-      for (count = 1; count < COUNT && i + count < tasks.size() && like(tasks[i + count], count);) count++;
-      some<COUNT>(f, &tasks[i], count);
+      for (count = 1; count < most && i + count < all && like(tasks[i + count], count);) count++;
+      f(&tasks[i], count);
     }
   }
 
-  template <int COUNT, class F>
-  static void some(F f, const Task *first, size_t count) {
-    if (count == COUNT) return f(first, std::integral_constant<int, COUNT>());
-    if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count);
-  }
-
   // Attends to a block. Prefetches the keys of ``next``, if there is one.
-  void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
+  void take(const typename Block<T>::Sized &sized, const Block<T> &block, float scale, float softcap,
+            const Block<T> *next) {
     bool fresh = true;
-    runs<Block<T>::together(WIDTH > 0 ? (WIDTH + N::SIZE - 1) / N::SIZE : 4)>([&](const Task *task, auto count) {
-      const int64_t at = task->query, most = task[count - 1].end;
-      block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh,
-                                         width);
+    runs(sized.together, [&](const Task *task, int64_t count) {
+      const int64_t at = task->query;
+      (block.*sized.score[count - 1])(&queries[at], &scores[BLOCK * at], task->begin, task[count - 1].end, fresh, width);
       fresh = false;
     });
     for (const Task &task : tasks)
       shrink[task.query] =
-          states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap, task.bias);
-    runs<4>([&](const Task *task, auto count) {
+          states[task.query].weigh(&scores[BLOCK * task.query], task.begin, task.end, scale, softcap, task.bias);
+    runs(4, [&](const Task *task, int64_t count) {
       const int64_t at = task->query, least = task->end;
-      const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<WIDTH, count>(sums.data() + value_padded * at, value_padded, shrink.data() + at, weights,
-                                          task->begin, least, next, value_width);
-      next = nullptr;
+      const float *const weights = &scores[BLOCK * at];
       const float all = 1;
+      (block.*sized.gather[count - 1])(&sums[value_padded * at], value_padded, &shrink[at], weights, task->begin, least,
+                                       next, value_width);
+      next = nullptr;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<WIDTH, 1>(sums.data() + value_padded * (at + q), value_padded, &all,
-                                          weights + BLOCK * q, least, task[q].end, nullptr, value_width);
+          (block.*sized.gather[0])(&sums[value_padded * (at + q)], value_padded, &all, weights + BLOCK * q, least,
+                                   task[q].end, nullptr, value_width);
     });
     tasks.clear();
   }
@@ -190,6 +184,7 @@ struct Attention {
   const float *bias;
   int64_t reach;
   const float *sinks;
+  const typename Block<T>::Sized &sized = pick(pool);
 
   Item item(const Span &span, int64_t from, int64_t head, int64_t group, int64_t size) const {
     const int64_t to = std::min(from + TILE, span.rows), end = std::min(group + size, heads / kv_heads);
@@ -212,13 +207,12 @@ struct Attention {
   }
 
   // ``after``: the next item, or null; its first keys are prefetched.
-  template <int WIDTH>
   void tile(const Item &item, const Item *after, Ahead<T> &ahead) const {
     const auto &[span, from, to, head, group_from, group_to, low, high] = item;
     const int64_t groups = group_to - group_from, first_head = head * (heads / kv_heads) + group_from;
-    static thread_local Queries<T, WIDTH> kept;
-    Queries<T, WIDTH> &queries = kept;
-    const int64_t width = WIDTH > 0 ? WIDTH : pool.width, value_width = WIDTH > 0 ? WIDTH : pool.value_width;
+    static thread_local Queries<T> kept;
+    Queries<T> &queries = kept;
+    const int64_t width = pool.width, value_width = pool.value_width;
     queries.clear((to - from) * groups, pool);
     for (int64_t row = from; row < to; row++)
       for (int64_t group = 0; group < groups; group++)
@@ -230,7 +224,7 @@ struct Attention {
       for (int64_t group = 0; group < groups; group++)
         queries.tasks.push_back({(row - from) * groups + group, 0, end, biased(span, row, first_head + group, 0)});
       ahead.own.find(plan, span, row, 0, end, pool.page_size, keys, values, head);
-      queries.take(ahead.own, scale, softcap, nullptr);
+      queries.take(sized, ahead.own, scale, softcap, nullptr);
     }
     const auto find = [&](const Item &of, int64_t at) {
       return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), pool.page_size, keys,
@@ -253,9 +247,9 @@ struct Attention {
                                    biased(span, row, first_head + group, at)});
         if (shared) continue;
         ahead.own.find(plan, span, row, begin, end, pool.page_size, keys, values, head);
-        queries.take(ahead.own, scale, softcap, nullptr);
+        queries.take(sized, ahead.own, scale, softcap, nullptr);
       }
-      if (shared) queries.take(*block, scale, softcap, next);
+      if (shared) queries.take(sized, *block, scale, softcap, next);
       ahead.next = next;
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
@@ -277,15 +271,19 @@ struct Attention {
     }
   }
 
-  void pick(const Item &item, const Item *after, Ahead<T> &ahead) const {
-#define CASE(WIDTH) \
-  if (pool.width == WIDTH && pool.value_width == WIDTH) return tile<WIDTH>(item, after, ahead);
+  static const typename Block<T>::Sized &pick(const Pool &pool) {
+#define CASE(WIDTH)                                              \
+  if (pool.width == WIDTH && pool.value_width == WIDTH) {        \
+    static constexpr auto own = Block<T>::template sized<WIDTH>(); \
+    return own;                                                  \
+  }
     CASE(64) CASE(128)
     if constexpr (MANY) {
       CASE(16) CASE(32) CASE(80) CASE(96) CASE(112) CASE(256)
     }
 #undef CASE
-    tile<0>(item, after, ahead);
+    static constexpr auto any = Block<T>::template sized<0>();
+    return any;
   }
 
   void store_kv(const T *k, const T *v, int64_t k_stride, int64_t v_stride) const {
@@ -331,7 +329,7 @@ struct Attention {
     const int64_t count = items.size();
     if (products <= PARALLEL) threads = 1;
     parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) pick(items[i], i + 1 < end ? &items[i + 1] : nullptr, ahead());
+      for (int64_t i = begin; i < end; i++) tile(items[i], i + 1 < end ? &items[i + 1] : nullptr, ahead());
     });
   }
 };

@@ -2,6 +2,8 @@
 //
 // WIDTH is the head size if it is known at compile time; 0: loops run to ``width``.
 #pragma once
+#include <algorithm>
+
 #include "kernels.h"
 
 constexpr int64_t LANES = 16;
@@ -95,12 +97,29 @@ struct Block {
 #endif
 
   // Queries scored at a time: more of them share the loaded keys, but run out of registers.
-  static constexpr int together([[maybe_unused]] int64_t vectors) {
+  static constexpr int together([[maybe_unused]] int width) {
 #if defined(__AVX512F__)
+    const int vectors = width > 0 ? (width + N::SIZE - 1) / N::SIZE : 4;
     return vectors > 11 ? 1 : vectors > 6 ? 2 : vectors > 3 ? 3 : 4;
 #else
     return 4;  // they are read from memory anyway
 #endif
+  }
+
+  // The functions of a head size, by the number of queries less one.
+  struct Sized {
+    int together;
+    void (Block::*score[4])(const Asked *const *, float *, int64_t, int64_t, bool, int64_t) const;
+    void (Block::*gather[4])(float *, int64_t, const float *, const float *, int64_t, int64_t, const Block *,
+                             int64_t) const;
+  };
+  template <int WIDTH>
+  static constexpr Sized sized() {
+    constexpr int MOST = together(WIDTH);
+    return {MOST,
+            {&Block::score<WIDTH, 1>, &Block::score<WIDTH, std::min(2, MOST)>, &Block::score<WIDTH, std::min(3, MOST)>,
+             &Block::score<WIDTH, MOST>},
+            {&Block::gather<WIDTH, 1>, &Block::gather<WIDTH, 2>, &Block::gather<WIDTH, 3>, &Block::gather<WIDTH, 4>}};
   }
 
   template <int WIDTH>
