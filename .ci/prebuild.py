@@ -29,7 +29,9 @@ def prebuild(platform, folder):
         if not zig:
             raise SystemExit("wheels are compiled by ziglang: pip install 'forerun[compiler]'")
         flags = ("-target", target, zig_flag(machine))
-        kernels.compile_kernels(zig, path, flags, timeout=None, title=f"Compiling {path.name} for {platform}")
+        title, whole = f"Compiling {path.name} for {platform}", kernels.Library(path, kernels.all_units())
+        for error in kernels.compile_kernels(zig, [whole], flags, timeout=None, title=title).values():
+            raise error
 
 
 def zig_flag(machine):

@@ -4,7 +4,6 @@ import ctypes
 import sys
 import time
 from contextlib import contextmanager
-from functools import partial
 from importlib import metadata
 
 import pytest
@@ -34,12 +33,16 @@ def compiled(compiler, *machine, dtype=""):
     """The kernels as a compiler makes them with the options ``machine``, quickly; those of one dtype, or all."""
     each = f"-DFOR_EACH_TYPE(F)=F({dtype}, {kernels.TYPES.get(dtype)})"
     units = [(each, str(source)) for source in kernels.SOURCES if source.stem != "quants"] if dtype else None
+
+    def make(file):
+        whole = kernels.Library(file, units or kernels.all_units())
+        assert kernels.compile_kernels(compiler, [whole], machine, timeout=None) == {}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
         version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
         by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
-        make = partial(kernels.compile_kernels, compiler, machine=machine, timeout=None, units=units)
         return kept(make, *by, version, *kernels._flags(), *machine, dtype)
 
 

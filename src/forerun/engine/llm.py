@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
+from forerun import kernels
 from forerun.core.config import to_python
 from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine import auto, beams
@@ -29,6 +30,7 @@ from forerun.engine.metrics import RequestMetrics
 from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.files.open import Checkpoint, resolve
+from forerun.models.formats.gguf_types import forms
 from forerun.models.load import load_model
 from forerun.models.text.chat import Message, conversations, render_chat
 from forerun.models.text.infill import Hole, Infill, ending, files_of
@@ -88,6 +90,9 @@ class LLM:
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
         config = self.config
+        drafter = self.speculative.drafter
+        parts = [each.config for each in getattr(drafter, "drafters", ())] or [drafter]
+        kernels.ask(*forms(str(getattr(part, "quantization", None)) for part in parts))
         loaded = load_model(
             config.model,
             dtype=config.dtype,

@@ -19,12 +19,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,8 +79,10 @@ COMPILE_TIMEOUT = 600.0
 BASE = ("border", "sampling", "warp", "threads", "shared")
 """Sources that serve every dtype; ``border`` also checks the arguments of the others."""
 BY_DTYPE = ("attention", "decoder", "linear", "recurrent", "experts", "border")
-"""Sources compiled for one dtype at a time, the slowest first. The last source, ``quants``, is compiled for one
-block-quantized type at a time."""
+"""Sources compiled for one dtype at a time. The last source, ``quants``, is compiled for one block-quantized type at a
+time."""
+SLOWEST = ("attention", "quants")
+"""They begin first, so that none of them runs alone at the end."""
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 """Dtypes of activations, and their names in the sources."""
 _P, _N, _I, _F, _U = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64
@@ -148,34 +150,56 @@ def compiler() -> tuple[str, ...]:
     return (path,) if path else zig()
 
 
+class Library(NamedTuple):
+    """A file to make of the compiler's arguments for each of its parts, and what the linker gets besides."""
+
+    path: Path
+    units: Sequence[Sequence[str]]
+    links: Sequence[str] = ()
+
+
 def compile_kernels(
     compiler: Sequence[str],
-    to: Path,
+    libraries: Sequence[Library],
     machine: Sequence[str] = ("-mcpu=native" if ON_ARM else "-march=native",),
     timeout: float | None = COMPILE_TIMEOUT,
     title: str = COMPILING,
-    units: Sequence[Sequence[str]] | None = None,
-    links: Sequence[str] = (),
-) -> None:
-    """Compiles ``units``, or all kernels, into the file ``to``, and appends their hash. Raises OSError or a
-    SubprocessError."""
+) -> dict[Path, Exception]:
+    """Compiles libraries side by side, each into a file of one folder, and appends their hashes. A library may link
+    those before it. Returns the errors: OSError or a SubprocessError for each file that was not made."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # such as a sanitizer
-    units = all_units() if units is None else units
-    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(title, len(units) + 1) as advance:
+    strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
+    steps, errors = sum(len(each.units) + 1 for each in libraries), dict[Path, Exception]()
+    with (
+        tempfile.TemporaryDirectory(dir=libraries[0].path.parent) as work,
+        watch_parts.get()(title, steps) as advance,
+        ThreadPoolExecutor(usable_cores()) as pool,  # all at once would end together: the bar would not move
+    ):
 
-        def run(*arguments: str) -> None:
+        def run(*arguments: str) -> str:
             command = [*compiler, *_flags(), *machine, *arguments]
             subprocess.run(command, check=True, capture_output=True, timeout=timeout, env=environment)
             advance(1)
+            return arguments[-1]
 
-        strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
-        parts = [str(Path(work) / f"{number}.o") for number in range(len(units))]
-        with ThreadPoolExecutor(usable_cores()) as pool:  # all at once would end together: the bar would not move
-            list(pool.map(lambda unit, part: run("-c", *unit, "-o", part), units, parts))
-        made = Path(work) / to.name
-        run("-shared", *strip, *parts, *links, "-o", str(made))
-        content = made.read_bytes()
-        replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
+        units = [(each.path, unit) for each in libraries for unit in each.units]
+        units.sort(key=lambda each: Path(each[1][-1]).stem not in SLOWEST)
+        parts: dict[Path, list[Future[str]]] = {each.path: [] for each in libraries}
+        for number, (path, unit) in enumerate(units):
+            parts[path].append(pool.submit(run, "-c", *unit, "-o", str(Path(work) / f"{number}.o")))
+        try:
+            for path, _, links in libraries:
+                made = Path(work) / path.name
+                try:
+                    run("-shared", *strip, *(part.result() for part in parts[path]), *links, "-o", str(made))
+                    content = made.read_bytes()
+                    sealed = content + hashlib.sha256(content).digest()
+                    replace_with(path, partial(Path.write_bytes, data=sealed))
+                except (OSError, subprocess.SubprocessError) as error:
+                    errors[path] = error
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an interrupt
+    return errors
 
 
 def all_units() -> list[tuple[str, ...]]:
@@ -292,7 +316,7 @@ def _bind(result: ctypes.CDLL) -> None:
         if hasattr(result, f"forerun_linear_{dtype}"):
             _declare(result, result, _signatures(dtype))
             parts[dtype] = True
-    result.parts = parts  # type: ignore[attr-defined]
+    result.parts, result.command, result.errors = parts, (), {}  # type: ignore[attr-defined]
 
 
 def _declare(result: ctypes.CDLL, source: ctypes.CDLL, signatures: Mapping[str, Sequence[Any]]) -> None:
@@ -329,9 +353,7 @@ def library() -> ctypes.CDLL | None:
     if not _supported():
         log.warning(
             "torch runs the models: our kernels need Linux on x86-64 with AVX2, FMA and F16C, Linux on ARM64, or macOS "
-            "on ARM64; this is %s on %s",
-            platform.system(),
-            platform.machine(),
+            f"on ARM64; this is {platform.system()} on {platform.machine()}"
         )
         return None
     if (ready := _load_prebuilt()) is not None:
@@ -345,24 +367,39 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = make_folder(cache_folder()) / f"kernels-{_key([*_source_texts(), *command, *_flags(), processor()])}.so"
+        libraries = [Library(path, all_units())]
         if sys.platform == "linux":
-            links = (f"-Wl,-soname,{path.name}",)  # by which other libraries find this one
-            result = _made(command, path, units=units_of(None), links=links)
-            result.command = command  # type: ignore[attr-defined]
-        else:
-            result = _made(command, path)
+            first = Library(path, units_of(None), (f"-Wl,-soname,{path.name}",))  # by which the other libraries find it
+            libraries = [first, *(_library_of(part, path) for part in sorted(_asked))]
+        errors = _compile_missing(command, libraries)
+        if path in errors:
+            raise errors[path]
+        result = ctypes.CDLL(str(path))
         _bind(result)
+        result.command, result.errors = command, errors  # type: ignore[attr-defined]
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         log.warning("no CPU kernels of our own, torch's serve instead: %s", _reason(error))
         return None
     return result
 
 
-def _made(command: Sequence[str], path: Path, **how: Any) -> ctypes.CDLL:
-    """The library ``path``, compiled unless it is there. Raises OSError or a SubprocessError."""
-    if not path.is_file() or distrust(path) or not intact(path):
-        compile_kernels(command, path, **how)
-    return ctypes.CDLL(str(path))
+def _library_of(part: str, shared: Path) -> Library:
+    """That of a dtype or of a block-quantized type; ``shared``: that of what they share."""
+    return Library(shared.with_name(f"{shared.stem}-{part}.so"), units_of(part), (str(shared),))
+
+
+def _compile_missing(command: Sequence[str], libraries: Sequence[Library]) -> dict[Path, Exception]:
+    """Compiles those that are not there. Returns the errors."""
+    wanted = [each for each in libraries if not each.path.is_file() or distrust(each.path) or not intact(each.path)]
+    if not wanted:
+        return {}
+    names = [each.path.stem.split("-")[2:] for each in wanted]  # of what the others share: none
+    title = COMPILING_PART.format(", ".join(*zip(*names))) if all(names) else COMPILING
+    try:
+        make_folder(wanted[0].path.parent)
+        return compile_kernels(command, wanted, title=title)
+    except OSError as error:
+        return {each.path: error for each in wanted}
 
 
 def _reason(error: Exception) -> str:
@@ -376,35 +413,38 @@ def _reason(error: Exception) -> str:
 
 
 _loading = threading.Lock()
+_asked: set[str] = set()
 
 
-def load(part: str) -> bool:
-    """Whether there are kernels for a dtype or a block-quantized type. They are compiled when first asked for; if that
-    fails, a warning says why, once."""
-    main = library()
-    if main is None:
-        return False
+def ask(*parts: str) -> None:
+    """``load`` will be asked for these: they are compiled beside the first part that is loaded."""
+    _asked.update(parts)
+
+
+def load(*parts: str) -> bool:
+    """Whether there are kernels for all of these dtypes and block-quantized types. What is missing is compiled, side by
+    side; where that fails, a warning says why, once."""
     with _loading:
-        parts: dict[str, bool] = vars(main)["parts"]
-        if part not in parts:
+        ask(*parts)
+        main: Any = library()
+        if main is None:
+            return False
+        made = {part: _library_of(part, Path(main._name)) for part in sorted(_asked - main.parts.keys())}
+        errors = _compile_missing(main.command, [each for each in made.values() if each.path not in main.errors])
+        for part, (path, *_) in made.items():
             try:
-                _load_part(main, part)
-                parts[part] = True
+                if error := {**main.errors, **errors}.get(path):
+                    raise error
+                if part in TYPES:
+                    _declare(main, ctypes.CDLL(str(path)), _signatures(part))
+                elif ctypes.CDLL(str(path)) and not _has_quants(main, part):
+                    raise OSError(f"{path} does not fit {main._name}")
+                main.parts[part] = True
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
                 log.warning("no CPU kernels of our own for %s, torch's serve instead: %s", part, _reason(error))
-                parts[part] = False
-        return parts[part]
-
-
-def _load_part(main: ctypes.CDLL, part: str) -> None:
-    folder, name = make_folder(Path(main._name).parent), Path(main._name).stem
-    path, title = folder / f"{name}-{part}.so", COMPILING_PART.format(part)
-    command: Any = main.command
-    made = _made(command, path, title=title, units=units_of(part), links=(main._name,))
-    if part in TYPES:
-        _declare(main, made, _signatures(part))
-    elif not _has_quants(main, part):
-        raise OSError(f"{path} does not fit {main._name}")
+                main.parts[part] = False
+        _asked.clear()
+        return all(main.parts[part] for part in parts)
 
 
 def _end_threads_of_openmp() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from forerun import kernels
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.kernels import gpu
@@ -23,7 +24,7 @@ from forerun.models.architectures.spec import bind, is_sized, keeps_state, refus
 from forerun.models.files.gguf import GGUFFile
 from forerun.models.files.open import Checkpoint
 from forerun.models.formats import weight_cache
-from forerun.models.formats.gguf_types import larger_in_memory
+from forerun.models.formats.gguf_types import forms, larger_in_memory
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
@@ -265,6 +266,9 @@ def load_shard(requested: LoadRequest, checkpoint: Checkpoint, team: Team | None
     on_gpu, keeps_blocks = requested.device.type != "cpu" or gpu.interpreted(), not requested.numbers
     if isinstance(opened, GGUFFile) and keeps_blocks and (larger := larger_in_memory(opened.types(), on_gpu=on_gpu)):
         log.warning("%s holds types that take more room in memory: %s", opened.path, larger)
+    if requested.device.type == "cpu":
+        types = opened.types() if isinstance(opened, GGUFFile) and keeps_blocks and not requested.quantization else ()
+        kernels.load(kernels.dtype_name(requested.dtype), *forms([*types, requested.quantization or ""]))
     caches = not on_gpu and team is None and weights.nbytes >= weight_cache.LARGE
     with _cache(requested, checkpoint) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``

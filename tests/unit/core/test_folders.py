@@ -190,5 +190,4 @@ def test_a_first_start_says_that_it_compiles_and_prints_json_alone(warm, tmp_pat
     install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     done = warm.run("generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json")
-    assert (done.returncode, done.stderr) == (0, f"{kernels.COMPILING}\n{kernels.COMPILING_PART.format('float32')}\n")
-    assert isinstance(json.loads(done.stdout), dict)
+    assert (done.returncode, done.stderr, type(json.loads(done.stdout))) == (0, f"{kernels.COMPILING}\n", dict)

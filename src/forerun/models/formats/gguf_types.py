@@ -252,6 +252,11 @@ def bits_per_weight(kind: str) -> tuple[float, float]:
     return 8 * size / of, 8 * record_size / inputs / OUTPUTS
 
 
+def forms(types: Iterable[str]) -> list[str]:
+    """The forms that hold ``types`` in the kernels; others than block-quantized types have none."""
+    return sorted({PACKED[kind.lower()].form for kind in types if kind.lower() in PACKED})
+
+
 def larger_in_memory(types: Iterable[str], *, on_gpu: bool = False) -> str:
     """For a message: those of ``types`` that take more memory than in the file, since no kernel has their form."""
     if on_gpu:
