@@ -235,7 +235,8 @@ class Library(Models):
         self.engine = engine
         self.client = {"turns": Turns(), **client}
         self.memory = memory_of(options.model_memory, engine.get("device"))
-        self.keep_alive = seconds_of(options.keep_alive)
+        self.kept = options.keep_alive or "5m"
+        self.keep_alive = seconds_of(self.kept)
         self.entries: dict[str, Entry] = {}
         """By name; the one that was used last is the last."""
         self.leaving: dict[Entry, int] = {}
@@ -258,7 +259,7 @@ class Library(Models):
     def described(self) -> str:
         """For whoever starts it."""
         memory = "as much memory as they need" if self.memory == inf else megabytes(int(self.memory))
-        return f"the models of forerun ls, loaded on request: in {memory}, until {self.options.keep_alive} idle"
+        return f"the models of forerun ls, loaded on request: in {memory}, until {self.kept} idle"
 
     async def find(self, name: str | None) -> str:
         if name in self.entries:

@@ -47,7 +47,9 @@ class ServerOptions:
     model_memory: str | None = option(
         None, "With --models: memory for loaded models and their caches, such as 8GiB. Default: 80% of what is free."
     )
-    keep_alive: str = option("5m", "With --models: how long an unused model stays loaded, such as 30s. -1: forever.")
+    keep_alive: str | None = option(
+        None, "With --models: how long an unused model stays loaded, such as 30s. -1: forever. Default: 5m."
+    )
     any_model_name: bool = option(False, "Serve requests whatever model they name.")
     metrics_names: str = option(
         "forerun", "Metric names: forerun; vllm adds vLLM's for gateways that read them, and needs forerun-lab."
@@ -58,8 +60,8 @@ class ServerOptions:
             "max_body_bytes": COUNT, "response_memory": Within(least=0, whole=True),
             "body_timeout request_timeout": Within(above=0),
         })  # fmt: skip
-        seconds_of(self.keep_alive)
-        if not self.models and (self.model_memory is not None or self.keep_alive != ServerOptions.keep_alive):
+        seconds_of(self.keep_alive or 0)
+        if not self.models and (self.model_memory, self.keep_alive) != (None, None):
             raise ConfigError("--model-memory and --keep-alive go with --models: add that, or remove them")
         if self.metrics_names not in METRICS_NAMES:
             raise ConfigError(f"metrics_names is {' or '.join(METRICS_NAMES)}, not {self.metrics_names!r}")
