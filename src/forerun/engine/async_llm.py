@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from forerun.engine import beams
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.client import Stream
-from forerun.engine.llm import LLM, Prompt, prompt_list
-from forerun.engine.outputs import Pieces, RequestOutput, StreamPiece, one_answer
+from forerun.engine.jobs import Job
+from forerun.engine.llm import LLM, Prompt, priorities, prompt_list
+from forerun.engine.outputs import Outputs, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.models.text.chat import Message, conversations
-from forerun.sampling.params import Params, SamplingParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 
 class AsyncLLM:
@@ -43,7 +45,7 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamPiece]:
         """Yields one answer token by token, as ``LLM.stream`` does."""
         params = one_answer(sampling_params or self._llm.default_params())
-        async with self._submitted(prompt, params, speculate) as (text, stream):
+        async with self._submitted(prompt, params, speculate=speculate) as (text, stream):
             (job,) = stream.jobs
             made = Pieces(job, self._engine.tokenizer, lambda: self._llm.output(text, [job]))
             async for delta in stream:
@@ -69,12 +71,29 @@ class AsyncLLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: Params | Iterable[Params] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         speculate: bool = True,
     ) -> list[RequestOutput]:
-        """Answers every prompt; returns one output for each, in order."""
+        """Answers every prompt; returns one output for each, in order. ``priority``: one number per prompt; lower ones
+        go first, those of other calls included."""
+        requests = await self._run(prompts, sampling_params, priority, speculate)
+        return Outputs(self._llm.output(text, jobs) for text, jobs in requests)
+
+    async def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, *, speculate: bool = True
+    ) -> list[beams.BeamSearchOutput]:
+        """As ``LLM.beam_search``."""
+        requests = await self._run(prompts, beams.only(params), None, speculate)
+        return [beams.output(self._llm.tokenizer, jobs) for _, jobs in requests]
+
+    async def _run(
+        self, prompts: Any, given: Any, priority: Sequence[int] | None, speculate: bool
+    ) -> list[tuple[str | None, list[Job]]]:
+        """Each prompt's text and finished jobs."""
         batch = prompt_list(prompts)
-        params = self._llm.params_of(sampling_params, len(batch))
-        tasks = [asyncio.create_task(self._whole(*each, speculate)) for each in zip(batch, params)]
+        each = zip(batch, self._llm.params_of(given, len(batch)), priorities(priority, len(batch)))
+        started = [self._whole(one, own, priority=rank, speculate=speculate) for one, own, rank in each]
+        tasks = list(map(asyncio.create_task, started))
         try:
             return [await task for task in tasks]
         finally:
@@ -93,20 +112,20 @@ class AsyncLLM:
         prompts = [self._llm.chat_prompt(each, **template) for each in conversations(messages)]
         return await self.generate(prompts, sampling_params, speculate=speculate)
 
-    async def _whole(self, prompt: Prompt, params: Params, speculate: bool) -> RequestOutput:
-        async with self._submitted(prompt, params, speculate) as (text, stream):
+    async def _whole(self, prompt: Prompt, params: Params, **choices: Any) -> tuple[str | None, list[Job]]:
+        async with self._submitted(prompt, params, **choices) as (text, stream):
             while await stream.read():
                 pass
-            return self._llm.output(text, stream.jobs)
+            return text, stream.jobs
 
     @asynccontextmanager
     async def _submitted(
-        self, prompt: Prompt, params: Params, speculate: bool
+        self, prompt: Prompt, params: Params, **choices: Any
     ) -> AsyncIterator[tuple[str | None, Stream]]:
         """A request's text and its stream; it ends with the block."""
         text, ids = self._llm.encode(prompt)
         params = self._llm.with_ending(prompt, params)
-        stream = await self._engine.submit(ids, params, speculate=speculate, **self._llm.choices(prompt))
+        stream = await self._engine.submit(ids, params, **choices, **self._llm.choices(prompt))
         try:
             yield text, stream
         finally:

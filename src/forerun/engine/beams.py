@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import ConfigError, RequestError
 from forerun.core.request import Beams, Hypothesis, RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.jobs import Job, Update
@@ -121,6 +121,13 @@ def _answer(engine: Engine, job: Job, beam: Hypothesis | None, error: str | None
             job.stopper.detokenizer.add(finish.text_tokens(tokens))
     engine.end(job, finish, now)
     return Update(job, tokens, finish)
+
+
+def only(params: object) -> BeamSearchParams:
+    """Raises ConfigError for other options than those of a search."""
+    if not isinstance(params, BeamSearchParams):
+        raise ConfigError(f"params must be BeamSearchParams, not {type(params).__name__}")
+    return params
 
 
 def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:

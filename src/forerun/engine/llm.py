@@ -27,7 +27,7 @@ from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Logprob, Update, by_token
 from forerun.engine.metrics import RequestMetrics
-from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, StreamPiece, one_answer
+from forerun.engine.outputs import CompletionOutput, Outputs, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.files.open import Checkpoint, resolve
 from forerun.models.formats.gguf_types import forms
@@ -92,7 +92,7 @@ class LLM:
         config = self.config
         drafter = self.speculative.drafter
         parts = [each.config for each in getattr(drafter, "drafters", ())] or [drafter]
-        kernels.ask(*forms(str(getattr(part, "quantization", None)) for part in parts))
+        kernels.asked.update(forms(str(getattr(part, "quantization", None)) for part in parts))
         loaded = load_model(
             config.model,
             dtype=config.dtype,
@@ -217,7 +217,7 @@ class LLM:
             ConfigError: called from ``on_update``, or with lists of different lengths.
         """
         requests = self._run(prompts, sampling_params, use_tqdm, priority, speculate, on_update)
-        return [self.output(text, jobs) for text, jobs in requests]
+        return Outputs(self.output(text, jobs) for text, jobs in requests)
 
     def beam_search(
         self,
@@ -231,9 +231,7 @@ class LLM:
 
         Raises RequestError also if a search fails.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise ConfigError(f"params must be BeamSearchParams, not {type(params).__name__}")
-        requests = self._run(prompts, params, use_tqdm, None, speculate, None)
+        requests = self._run(prompts, beams.only(params), use_tqdm, None, speculate, None)
         return [beams.output(self.tokenizer, jobs) for _, jobs in requests]
 
     def _run(
@@ -248,7 +246,7 @@ class LLM:
         """Runs the prompts; returns each one's text and finished jobs."""
         batch = prompt_list(prompts)
         params = self.params_of(given, len(batch))
-        priorities = _priorities(priority, len(batch))
+        ranks = priorities(priority, len(batch))
         requests: list[list[Job]] = []
         answers, disable = sum(item.n for item in params), None if use_tqdm is None else not use_tqdm
         with (
@@ -260,7 +258,7 @@ class LLM:
             encoded = [(*self.encode(prompt), self.choices(prompt)) for prompt in batch]
             params = list(map(self.with_ending, batch, params))
             try:
-                for (_, ids, choices), options, rank in zip(encoded, params, priorities):
+                for (_, ids, choices), options, rank in zip(encoded, params, ranks):
                     requests.append(self.engine.add(ids, options, speculate=speculate, priority=rank, **choices))
                 with torch.inference_mode():  # entered once, not in every step
                     while self.engine.busy:
@@ -466,7 +464,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _priorities(given: Sequence[int] | None, count: int) -> list[int]:
+def priorities(given: Sequence[int] | None, count: int) -> list[int]:
+    """One for each of ``count`` prompts. Raises ConfigError."""
     several = [0] * count if given is None else list(given)
     if len(several) != count or any(not isinstance(value, int) for value in several):
         raise ConfigError(f"priority must list one integer for each of the {count} prompts, not {given!r}")

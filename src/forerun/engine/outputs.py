@@ -93,6 +93,13 @@ class RequestOutput:
         return "".join(result)
 
 
+class Outputs(list[RequestOutput]):
+    """A list; notebooks show the first twenty outputs of it as they show one."""
+
+    def _repr_html_(self) -> str:
+        return "<hr>".join([each._repr_html_() for each in self[:20]] + [f"{len(self)} outputs"] * (len(self) > 20))
+
+
 @dataclass(frozen=True)
 class StreamPiece:
     """A token of an answer, as it comes."""

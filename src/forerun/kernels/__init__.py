@@ -370,7 +370,7 @@ def library() -> ctypes.CDLL | None:
         libraries = [Library(path, all_units())]
         if sys.platform == "linux":
             first = Library(path, units_of(None), (f"-Wl,-soname,{path.name}",))  # by which the other libraries find it
-            libraries = [first, *(_library_of(part, path) for part in sorted(_asked))]
+            libraries = [first, *(_library_of(part, path) for part in sorted(asked))]
         errors = _compile_missing(command, libraries)
         if path in errors:
             raise errors[path]
@@ -413,23 +413,19 @@ def _reason(error: Exception) -> str:
 
 
 _loading = threading.Lock()
-_asked: set[str] = set()
-
-
-def ask(*parts: str) -> None:
-    """``load`` will be asked for these: they are compiled beside the first part that is loaded."""
-    _asked.update(parts)
+asked: set[str] = set()
+"""Parts that will be needed: they are compiled beside the next part that is loaded."""
 
 
 def load(*parts: str) -> bool:
     """Whether there are kernels for all of these dtypes and block-quantized types. What is missing is compiled, side by
     side; where that fails, a warning says why, once."""
     with _loading:
-        ask(*parts)
+        asked.update(parts)
         main: Any = library()
         if main is None:
             return False
-        made = {part: _library_of(part, Path(main._name)) for part in sorted(_asked - main.parts.keys())}
+        made = {part: _library_of(part, Path(main._name)) for part in sorted(asked - main.parts.keys())}
         errors = _compile_missing(main.command, [each for each in made.values() if each.path not in main.errors])
         for part, (path, *_) in made.items():
             try:
@@ -443,7 +439,7 @@ def load(*parts: str) -> bool:
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
                 log.warning("no CPU kernels of our own for %s, torch's serve instead: %s", part, _reason(error))
                 main.parts[part] = False
-        _asked.clear()
+        asked.clear()
         return all(main.parts[part] for part in parts)
 
 

@@ -2,11 +2,9 @@
 
 import io
 import json
-import logging
 import os
 import sys
 from contextlib import contextmanager
-from contextvars import Context
 
 import pytest
 
@@ -176,14 +174,6 @@ def test_a_terminal_has_a_bar_and_a_file_a_line(monkeypatch, unwatched, terminal
         advance(1)
     said = sys.stderr.getvalue()
     assert ("2/3" in said and "Doing it" in said) if terminal else said == "Doing it\n"
-
-
-def test_a_program_that_only_imports_us_is_reported_too(tmp_path, home, monkeypatch, caplog):
-    install_compiler(tmp_path / "bin", monkeypatch)
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    with caplog.at_level(logging.WARNING):  # a command in an earlier test watches in this context
-        assert Context().run(kernels.library.__wrapped__) is not None
-    assert [record.getMessage() for record in caplog.records] == [kernels.COMPILING]
 
 
 def test_a_first_start_says_that_it_compiles_and_prints_json_alone(warm, tmp_path, home, monkeypatch, tiny_target):

@@ -10,11 +10,12 @@ from html import unescape
 
 import pytest
 
-from forerun import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from forerun import LLM, AsyncLLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
 from refusals import refused
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=2, max_tokens=5)
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}the "
 
@@ -107,6 +108,7 @@ def test_an_async_llm_answers_many_at_once(llm, options):
                 await other.generate([PROMPT, [10**6]], PARAMS)
             with pytest.raises(RequestError, match="set n to 1"):
                 await anext(other.stream(PROMPT, SamplingParams(n=2)))
+            assert (await other.beam_search(PROMPT, BEAMS))[0].sequences == llm.beam_search(PROMPT, BEAMS)[0].sequences
             return results
 
     whole, first, second, chat, chat_pieces = asyncio.run(ask())
@@ -115,6 +117,16 @@ def test_an_async_llm_answers_many_at_once(llm, options):
     check(second, expected[1])
     assert chat[0].outputs[0].text == chatted.outputs[0].text
     check(chat_pieces, chatted)
+
+
+def test_the_more_urgent_of_waiting_requests_goes_first(options):
+    async def ended():
+        async with AsyncLLM(**options, max_num_seqs=1) as llm:
+            results = await asyncio.gather(*(llm.generate(PROMPT, PARAMS, priority=[-rank]) for rank in range(4)))
+            return [output.metrics.end for (output,) in results]
+
+    _, *ends = asyncio.run(ended())
+    assert ends == sorted(ends, reverse=True)  # the first may have begun
 
 
 def test_outputs_show_themselves_in_short(llm, options):
@@ -143,5 +155,7 @@ def test_a_notebook_shows_accepted_tokens_marked(llm):
         seen += body
         for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
             assert copied == output
+    outputs = llm.generate([PROMPT] * 21, SamplingParams(max_tokens=1))
+    assert outputs._repr_html_() == "<hr>".join([*(each._repr_html_() for each in outputs[:20]), "21 outputs"])
     assert "<mark>" in seen
     assert "&lt;" in seen
