@@ -87,7 +87,7 @@ class KernelAttention(Backend[AttentionPlan]):
             if span.parents is not None:
                 for nodes in node_paths(span.parents)[span.stored :]:
                     paths.extend((len(entries), len(nodes)))
-                    entries.extend(span.start + node for node in nodes)
+                    entries.extend([span.start + node for node in nodes])
         plan = _plan(batch, spans, tables, paths, entries, starts)
         if pool.sources is not None:
             sources = [pool.sources.page(span.key) for span in batch.spans]

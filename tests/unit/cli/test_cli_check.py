@@ -218,7 +218,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_found(check, monkeypatch):
 
 def forgetful(self, compared, correct=Token.decide):
     accept = correct(self, compared)
-    compared._residual = torch.softmax(compared.scores.warped, dim=-1)
+    compared.residual = torch.softmax(compared.scores.warped, dim=-1)
     return accept
 
 

@@ -91,9 +91,6 @@ class Comparison:
     def __init__(self, scores: Scores, sampler: Sampler) -> None:
         self.scores, self.sampler = scores, sampler
         self.rows = row_contexts(scores)
-        self._p: torch.Tensor | None = None
-        self._residual: torch.Tensor | None = None
-        self._tops: list[float] | None = None
         self._best: list[int] = []
         """Each row's first id of the largest score; after ``pick``, with noise."""
 
@@ -101,36 +98,30 @@ class Comparison:
     def trials(self) -> Trials:
         return flatten(self.scores)
 
-    @property
+    @cached_property
     def p(self) -> torch.Tensor:
         """[rows, vocabulary], read only. A greedy row has all of its mass on its best id."""
-        if self._p is None:
-            p, self._tops, self._best = self.sampler.distribution(self.scores.warped)
-            greedy = [i for i, row in enumerate(self.rows) if row.effective_temperature == 0.0]
-            if greedy:  # scores are not divided by a temperature of 0: their softmax is not p
-                p[greedy] = 0.0
-                p[greedy, [self._best[i] for i in greedy]] = 1.0
-            self._p = p
-        return self._p
+        p, self.tops, self._best = self.sampler.distribution(self.scores.warped)
+        greedy = [i for i, row in enumerate(self.rows) if row.effective_temperature == 0.0]
+        if greedy:  # scores are not divided by a temperature of 0: their softmax is not p
+            p[greedy] = 0.0
+            p[greedy, [self._best[i] for i in greedy]] = 1.0
+        return p
 
-    @property
+    @cached_property
     def tops(self) -> list[float]:
         """Each row's largest score; after ``pick``, with noise. NaN if the row has one."""
-        if self._tops is None:
-            _ = self.p
-        assert self._tops is not None
-        return self._tops
+        _ = self.p  # sets it
+        return self.tops
 
-    @property
+    @cached_property
     def residual(self) -> torch.Tensor:
         """[rows, vocabulary]: what is left of p after the trials so far; rows need not sum to 1."""
-        if self._residual is None:
-            self._residual = self.p.clone()
-        return self._residual
+        return self.p.clone()
 
     def pick(self) -> list[int]:
         """Samples each row's token with the noise of its position."""
-        self._tops, self._best, _ = self.sampler.sample(self.scores.warped, self.rows)
+        self.tops, self._best, _ = self.sampler.sample(self.scores.warped, self.rows)
         return self._best
 
     def gather_q(self, chosen: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -223,7 +214,7 @@ class Comparison:
 
         def target(members: Sequence[int]) -> torch.Tensor:
             indices = [trials.row[t] for t in members]
-            return take(self._p, indices) if self._p is not None else probabilities(take(self.scores.warped, indices))
+            return take(self.p, indices) if "p" in vars(self) else probabilities(take(self.scores.warped, indices))
 
         masses = [t for t in chosen if trials.q_row[t] == POINT_MASS]
         spread = [t for t in chosen if trials.q_row[t] != POINT_MASS]
@@ -260,7 +251,7 @@ class CompiledComparison(Comparison):
         greedy = [row.effective_temperature == 0.0 for row in self.rows]
         follows = [linked and parent >= 0 for parent in trials.parent]
         weighed = self.kernels.weigh(self.scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)
-        self._residual, self._tops, self._shared = weighed.residual, weighed.tops, weighed.shared
+        self.residual, self.tops, self._shared = weighed.residual, weighed.tops, weighed.shared
         return weighed.weights, weighed.left
 
     def overlaps(self) -> dict[int, float]:
@@ -299,7 +290,7 @@ class ComparisonOnGPU(Comparison):
                 late.fill_in(drafted)
             found = torch.cat([found, probabilities(warped).gather(1, drafted[:, None]).view(torch.int32)], 1)
         found = HostCopy(found).read()
-        self._tops, self._best = found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()
+        self.tops, self._best = found[:, 0].contiguous().view(torch.float32).tolist(), found[:, 1].tolist()
         self._chances = found[:, 2:].contiguous().view(torch.float32).flatten().tolist()
         return self._best
 
