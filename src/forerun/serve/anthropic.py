@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,6 +29,7 @@ from forerun.serve.schema import (
     Text,
     Word,
     one_of,
+    plain_call,
     plain_text,
 )
 from forerun.serve.server import Server
@@ -240,7 +240,7 @@ def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
                 result.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         texts = [block for block in blocks if block.type == "text"]
         text = plain_text(message.content if isinstance(message.content, str) else texts, "\n")
-        calls = [_call(block) for block in blocks if block.type == "tool_use"]
+        calls = [plain_call(block.id, block.name, block.input) for block in blocks if block.type == "tool_use"]
         thoughts = "\n".join(block.thinking for block in blocks if block.type == "thinking")
         if blocks and all(block.type == "tool_result" for block in blocks):
             continue
@@ -253,11 +253,6 @@ def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
         last |= {"tool_calls": calls} if calls else {}
         last |= {"reasoning_content": thoughts} if thoughts else {}
     return result
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 # ---------------------------------------------------------------- answers

@@ -40,6 +40,7 @@ from forerun.serve.schema import (
     Text,
     Tools,
     one_of,
+    plain_call,
 )
 from forerun.serve.server import Server
 from forerun.serve.stream import ChatReply, Choice, CompletionReply, Reply
@@ -198,8 +199,7 @@ def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
             number += 1
             id, function = call.id or f"call{number:05}", call.function
             waiting.append((id, function.name))
-            about = {"name": function.name, "arguments": json.dumps(function.arguments, ensure_ascii=False)}
-            plain.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": about})
+            plain.setdefault("tool_calls", []).append(plain_call(id, function.name, function.arguments))
         if message.role == "tool":
             wanted = (message.tool_call_id, message.tool_name)
             found = [call for call in waiting if call[0] == wanted[0] or (wanted[0] is None and call[1] == wanted[1])]

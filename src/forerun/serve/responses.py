@@ -36,6 +36,7 @@ from forerun.serve.schema import (
     ToolMode,
     Word,
     one_of,
+    plain_call,
     plain_text,
 )
 from forerun.serve.stream import ChatReply, Choice
@@ -142,10 +143,8 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         elif isinstance(item, InputCall):
             if not result or result[-1]["role"] != "assistant":
                 result.append({"role": "assistant", "content": ""})
-            function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
-            result[-1].setdefault("tool_calls", []).append(
-                {"id": item.call_id, "type": "function", "function": function}
-            )
+            call = plain_call(item.call_id, qualified(item.namespace, item.name), item.arguments)
+            result[-1].setdefault("tool_calls", []).append(call)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -228,6 +229,12 @@ class GivenToolCall(Body):
     type: Literal["function"] = "function"
     function: GivenFunction
     index: Int | None = Field(None, description="left over from a stream; makes no difference")
+
+
+def plain_call(id: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call as a message has it."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 class TextPart(Body):
