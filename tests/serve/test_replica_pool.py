@@ -28,7 +28,7 @@ def replicas(model_folder):
     result = [Replica(engine, [{"method": "ngram"}, {"method": "pattern"}]) for _ in range(2)]
     yield result
     for replica in result:
-        replica.close()
+        replica.engine.close()
         replica.engine.engine.check()
 
 
@@ -181,7 +181,7 @@ def test_a_request_that_ends_every_replica_fails(asked, replicas):
     ask, lossy, pool = asked(itertools.repeat(-1))
     status, _ = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
     assert (status, lossy.lost) == (503, pools.MAX_MOVES + 1)  # none is there: another time it may be answered
-    lossy.lost, pool.latest = 0, replicas[0].snapshot()
+    lossy.lost, pool.latest = 0, replicas[0].engine.snapshot()
     status, body = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
     assert (status, lossy.lost) == (400, pools.MAX_MOVES + 1)
     assert "replicas ended while they had this request" in body["error"]["message"]
@@ -301,7 +301,7 @@ def test_snapshots_add_up(replicas):
     assert (both.running, both.waiting, both.pages, both.usage) == (4, 2, 40, 0.125)
     assert both.stats == EngineStats(rounds=7, accepted_per_pos=[2, 1], by_context={64: [2, 3, 4]})
     assert one.stats.rounds == 3
-    assert replicas[0].snapshot().usage == 0
+    assert replicas[0].engine.snapshot().usage == 0
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
@@ -329,4 +329,4 @@ def test_an_encoder_reads_its_own_positions(seq2seq, monkeypatch, kind):
         status, answer = asyncio.run(ask("/v1/completions", {**body, "max_tokens": room}))
         assert (status, "together more than" in answer["error"]["message"]) == (400, True)
     finally:
-        replica.close()
+        replica.engine.close()

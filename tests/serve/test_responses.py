@@ -479,7 +479,7 @@ def test_replicas_serve_them_too(server, model_folder):
     try:
         first, second = asyncio.run(talk())
     finally:
-        replica.close()
+        replica.engine.close()
     here = server.post(PATH, ASK).json()
     again = server.post(PATH, {**ASK, "input": "go on", "previous_response_id": here["id"]}).json()
     assert [item["content"] for item in first["output"]] == [item["content"] for item in here["output"]]

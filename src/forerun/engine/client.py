@@ -72,7 +72,7 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
         config, info = engine.config, engine.model.info
-        tokens = engine.kv_cache_tokens
+        tokens = engine.pools[0].num_tokens
         weights = sum(model.info.weight_bytes for model in (engine.model, *engine.router.models()))
         methods = ", ".join(engine.router.drafters) or "none"
         if info.sampling:

@@ -496,11 +496,6 @@ class Engine:
         """Every KV pool: the target's, then the drafters'."""
         return [self.target.attention.pool, *self.router.pools()]
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """How many tokens the target's KV cache holds."""
-        return self.target.attention.pool.num_tokens
-
     def close(self) -> None:
         """Lets drafters save what they have learnt. The engine can be used afterwards."""
         self.router.close()

@@ -157,18 +157,18 @@ class EngineReplica:
         return self.replica.facts
 
     async def snapshot(self) -> Snapshot:
-        return self.replica.snapshot()
+        return self.replica.engine.snapshot()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {
-            "usage": self.replica.snapshot().usage,
+            "usage": self.replica.engine.snapshot().usage,
             "capacity": self.replica.facts.max_num_seqs,
             "listeners": sum(outbox.listeners for outbox in self.outboxes.values()),
         }
 
     def __del__(self) -> None:
         if hasattr(self, "replica"):
-            self.replica.close()
+            self.replica.engine.close()
 
 
 class AffineRouter(RequestRouter):

@@ -18,7 +18,7 @@ from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.client import ClosedError, Delta, EngineFacts
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.llm import LLM
-from forerun.engine.metrics import RequestMetrics, Snapshot
+from forerun.engine.metrics import RequestMetrics
 from forerun.models.files.open import Checkpoint
 from forerun.sampling.params import Params, SamplingParams
 
@@ -162,9 +162,6 @@ class Replica:
         self.engine.tokenizer = None  # text is made in front
         self.facts = facts_of(llm)
 
-    def snapshot(self) -> Snapshot:
-        return self.engine.snapshot()
-
     async def answer(self, request: Request) -> AsyncGenerator[Message]:
         """Yields the messages of one request. Raises ClosedError if this replica ends before the request does."""
         if not self.facts.weights.startswith(request.weights):
@@ -192,9 +189,6 @@ class Replica:
                 with_prompt = False
         finally:
             stream.abort()
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def facts_of(llm: LLM) -> Facts:

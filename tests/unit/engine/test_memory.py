@@ -32,8 +32,7 @@ def test_one_budget_for_target_and_draft(llm, tiny_draft):
     sizes = [sum(t.nbytes for t in (*pool.keys, *pool.values)) for pool in engine.pools]
     assert len(sizes) == 2
     assert 190_000 < sum(sizes) <= 200_000
-    assert engine.pools[0].num_tokens == engine.pools[1].num_tokens == engine.kv_cache_tokens
-    assert engine.max_model_len <= engine.kv_cache_tokens
+    assert engine.max_model_len <= engine.pools[0].num_tokens == engine.pools[1].num_tokens
     refused(ConfigError, "less than one page of every one", llm, draft, page_size=8, kv_cache_memory=2_000)
 
 
@@ -42,7 +41,7 @@ def test_without_a_budget_the_caches_take_what_is_spare(llm, monkeypatch):
     monkeypatch.setattr(memory, "spare_bytes", lambda device: 50_000)
     engine = llm(page_size=8, max_num_seqs=6).engine
     assert 45_000 < sum(t.nbytes for pool in engine.pools for t in (*pool.keys, *pool.values)) <= 50_000
-    assert engine.max_model_len == engine.kv_cache_tokens
+    assert engine.max_model_len == engine.pools[0].num_tokens
 
 
 V1 = {"memory.limit_in_bytes": "600000\n", "memory.usage_in_bytes": "300000\n"}
