@@ -215,7 +215,9 @@ def main() -> None:
     kept |= {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
     kept |= {"model": options.model, "processor": processor(), "threads": options.threads}
     torch.set_num_threads(options.threads)
-    common: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": options.streams if options.streams > 1 else 8}
+    longest = 16 + max(map(int, options.prompts.split(","))) + max(map(int, options.answers.split(",")))
+    common: dict[str, Any] = {"max_model_len": max(2048, longest)}
+    common["max_num_seqs"] = options.streams if options.streams > 1 else 8
     llms = {"plain": LLM(options.model, speculative_config=None, **common), "auto": LLM(options.model, **common)}
     for line in options.line:
         name, _, config = line.partition("=")

@@ -27,12 +27,14 @@ SPIKE = 4.0
 """A round of so many times the usual time makes fewer threads be tried at once."""
 LONG = 4.0
 """A probe leaves out rounds of so many times the recent ones' time."""
-MANY = 64
-"""A round of so many rows takes all cores that others leave: it waits for arithmetic, less for other threads."""
+MANY, MOST = 64, 256
+"""A round of at least ``MANY`` rows takes all cores that others leave: it waits for arithmetic, less for other threads.
+From ``MOST`` on it takes all cores. Beside a busy program that is as fast, and the program may end at any time."""
 RECENT, USUAL = 1 / 16, 1 / 8
 """Weights of a round in the mean cost, and in the usual time of its size."""
 WINDOW, STALE = 0.1, 1.0
-"""Seconds over which processor time is counted, and the longest window that still says something about now."""
+"""Seconds over which processor time is counted, and the longest window that still says something about now, unless
+this process computed for half of it: a round may take seconds."""
 LEEWAY = 1.25
 """Threads for each core that others leave."""
 ROOM, IDLE = 0.25, 0.3
@@ -106,7 +108,7 @@ class CoresLeft:
             return None
         own, before = time.process_time(), self.before
         self.before = now, *used, own
-        if before is None or now - before[0] > STALE:
+        if before is None or now - before[0] > max(STALE, 2 * (own - before[-1])):
             return None
         seconds, every, usual, own = (now - then for now, then in zip(self.before, before))
         left, idle = (len(self.cores) - max(0.0, others - own) / seconds for others in (usual, every))
@@ -171,8 +173,8 @@ class Threads:
         self.seconds = 0.0
         """Mean of recent rounds at home."""
         self.probing: int | None = None
-        self._waits = self._many = False
-        """Whether the probe leaves out the present round, and whether that has many rows."""
+        self._waits, self._rows = False, 0
+        """Whether the probe leaves out the present round, and its rows."""
         self.costs: list[float] = []
         """Costs of the probe's rounds."""
         self.waits = {-1: float(FIRST), 1: float(FIRST)}
@@ -181,14 +183,14 @@ class Threads:
     @property
     def count(self) -> int:
         """Threads of the next round."""
-        if self._many:
-            return self.counts[self.fitting]
+        if self._rows >= MANY:
+            return self.counts[-1 if self._rows >= MOST else self.fitting]
         return self.counts[self.home if self.probing is None or self._waits else self.probing]
 
     def begin(self, rows: int) -> int:
         """Threads of a round of at least so many rows. A probe leaves out rounds that take much longer than recent
         ones: a whole prompt on half of the threads costs more than all probes may."""
-        self._many = rows >= MANY
+        self._rows = rows
         usual = self.usual.get(rows.bit_length())
         self._waits = self.probing is not None and (usual is None or usual > LONG * self.seconds)
         return self.count
@@ -199,7 +201,7 @@ class Threads:
             return
         if (left := self.cores_left()) is not None and self._follow(*left):
             return
-        if self._many:
+        if self._rows >= MANY:
             return
         kind = rows.bit_length()
         usual = self.usual.get(kind)

@@ -15,7 +15,6 @@ import torch
 import forerun
 from forerun import LLM, ConfigError, RequestError, SamplingParams, kernels
 from forerun.cli.console import set_threads
-from forerun.core import threads as module
 from forerun.core.threads import CoresLeft, Threads, usable_cores
 from forerun.engine import engine
 from refusals import refused
@@ -202,9 +201,6 @@ def test_quotas_of_version_1(eight, tmp_path, quota, expected, folder):
     own = tmp_path / "own"
     own.write_text("7:memory:/b\n4:cpu,cpuacct:/a\n")
     assert usable_cores(tmp_path, own) == expected
-
-
-def test_no_control_groups(eight, tmp_path):
     assert usable_cores(tmp_path, tmp_path / "missing") == 8
 
 
@@ -278,6 +274,12 @@ def test_prompts_take_all_free_cores_whatever_is_best_for_single_rows(slow):
     assert used[-1] == (False, 1 if slow > 2 else 2)
 
 
+def test_rounds_of_many_rows_beside_a_busy_program():
+    threads = Threads(8, cores_left=lambda: (3.0, 3.0))
+    threads.observe(1, 1.0)
+    assert [threads.begin(rows) for rows in (64, 255, 256, 2048)] == [2, 2, 8, 8]
+
+
 def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
     """Ticks of 10 ms: others computed for 50 of 100 ms, lower priorities for 40, and this process for 30."""
     stat, now = tmp_path / "stat", [5.0]
@@ -285,7 +287,8 @@ def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
     niceness = [0]
     monkeypatch.setattr(os, "getpriority", lambda *_: niceness[0])
-    monkeypatch.setattr("time.process_time", lambda: 1.0 if now[0] == 5.0 else 1.03)
+    own = {5.0: 1.0, 5.01: 1.03, 12.0: 3.53}
+    monkeypatch.setattr("time.process_time", lambda: own[max(time for time in own if time <= now[0])])
 
     def write(user, nice, idle):
         other = "cpu1 9999 0 0 0 0 0 0 0 0 0"  # which this process may not use
@@ -312,8 +315,12 @@ def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
         now[0] += 0.1
         write(108 + 10 * (not own_core), 44, idle)
         assert cores_left.busy() is not own_core
+    now[0] = 12.0
+    write(118 + 500, 44, 80)
+    left, _ = cores_left()
+    assert left == pytest.approx(2 - (5.0 - 2.5) / 4.7)  # a round of seconds
     stat.unlink()
-    now[0] = 8.0
+    now[0] = 18.0
     assert cores_left() is None
     assert not cores_left.busy()
 
@@ -391,9 +398,7 @@ def test_half_a_core_or_one_means_one_thread(llm, monkeypatch):
 
 
 def test_changing_threads_within_an_answer_changes_no_bit(llm):
-    params = SamplingParams(seed=3, temperature=1.0, max_tokens=40, ignore_eos=True)
-
-    seen = []
+    params, seen = SamplingParams(seed=3, temperature=1.0, max_tokens=40, ignore_eos=True), []
 
     class Alternating(Threads):
         @property
@@ -408,11 +413,6 @@ def test_changing_threads_within_an_answer_changes_no_bit(llm):
     model.engine.threads = Alternating(2)
     assert model.generate("abab", params)[0].outputs[0].token_ids == expected
     assert set(seen[1::2]) == {1, 2}
-
-
-def test_both_names_of_the_default():
-    assert module.check_threads("auto") is None
-    assert module.check_threads(3) == 3
 
 
 def test_engines_in_two_threads_do_not_change_each_others_number():
