@@ -218,7 +218,8 @@ def test_errors_are_ollamas(server, client):
         assert raised.value.status_code == status
         with pytest.raises(ollama.ResponseError, match=text):
             list(client.chat(**{"model": "tiny", "messages": ASK, "stream": True, **wrong}))
-    assert set(server.http.get("/api/nothing").json()) == {"error"}
+    assert server.http.get("/api/nothing").json() == {"error": "there is nothing at /api/nothing"}
+    assert "forerun fetch" in server.http.post("/api/pull").json()["error"]
     refused = server.post(CHAT, {"messages": ASK, "format": "yaml"})
     assert (refused.status_code, set(refused.json())) == (400, {"error"})
     with pytest.raises(ollama.ResponseError, match="does not support it"):

@@ -16,7 +16,7 @@ from forerun import __version__
 from forerun.engine.client import EngineClient
 from forerun.serve import answers, anthropic, errors, infill, ollama, tokens
 from forerun.serve.answering import answer
-from forerun.serve.errors import ApiError
+from forerun.serve.errors import EMBED, ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import RequestLog
 from forerun.serve.models import Models, OneModel
@@ -98,7 +98,7 @@ def _generation_routes(app: FastAPI, models: Models) -> None:
 
     @app.post("/v1/embeddings", responses=responses(404))
     async def embeddings() -> None:
-        raise ApiError(404, "embeddings are not supported: the model generates text", code="no_embeddings")
+        raise ApiError(404, EMBED, code="no_embeddings")
 
 
 def _operator_routes(app: FastAPI, models: Models) -> None:

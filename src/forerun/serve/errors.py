@@ -157,6 +157,14 @@ def _is_json(content_type: str | None) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
+EMBED = "embeddings are not supported: the model generates text"
+INSTEAD = {
+    "/api/pull": "the command forerun fetch brings models", "/api/delete": "the command forerun rm removes models",
+    "/api/embed": EMBED, "/api/embeddings": EMBED,
+}  # fmt: skip
+"""What to say to who asks for what only Ollama has."""
+
+
 def install(app: FastAPI) -> None:
     """Makes ``app`` answer every error in this form; no traceback reaches a client."""
 
@@ -171,7 +179,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = error.detail
         if error.status_code == 404:
-            message = f"there is nothing at {request.url.path}"
+            message = INSTEAD.get(request.url.path, f"there is nothing at {request.url.path}")
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
         response = ApiError(error.status_code, message).response(request.url.path)
