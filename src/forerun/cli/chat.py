@@ -26,7 +26,7 @@ from forerun.cli.options import (
     speculative_config,
     takes,
 )
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, RequestError, check_text
 from forerun.core.folders import expanded
 from forerun.core.threads import AUTO
 from forerun.sampling.params import SamplingParams
@@ -314,6 +314,7 @@ def run(
     message = "\n\n".join(part for part in parts if part.strip())
     if not message and not sys.stdin.isatty():
         raise RequestError("no question: add one, or pipe it to standard input")
+    check_text(message)
     options = {"model": model, **engine}, speculative, sampling, chat_template, generation_config, threads
     with _session(*options, system, terminal=sys.stdout.isatty()) as session:
         if message:

@@ -22,7 +22,7 @@ from forerun.cli.options import (
     speculative_config,
     takes,
 )
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, RequestError, check_text
 from forerun.core.registry import from_lab
 from forerun.engine.metrics import PLAIN
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
@@ -150,6 +150,7 @@ def read_prompt(prompt: str | None) -> str:
     text = read_input() if prompt == "-" else prompt
     if not text:
         raise RequestError("the prompt is empty")
+    check_text(text)
     return text
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 import forerun
 from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ConfigError, ForerunError
 from forerun.core.registry import lacks_lab
 
 COMMANDS = {
@@ -50,6 +50,8 @@ LLAMA_CPP = {
     "-p": "the text itself, without an option", "--prompt": "the text itself, without an option",
 }  # fmt: skip
 """llama.cpp's options and their names here."""
+OLLAMA = {"pull": "fetch", "list": "ls", "delete": "rm"}
+"""Commands of Ollama's, and their names here."""
 WITH_KEYS = ("generate", "chat", "run", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
@@ -93,6 +95,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args[0] in LAB and args[0] not in self.added:
             raise lacks_lab(f"forerun {args[0]}")
+        if args[0] in OLLAMA:
+            raise ConfigError(f"there is no command {args[0]}: here it is forerun {OLLAMA[args[0]]}")
+        # Typer names those that are spelt alike.
+        self.commands = dict.fromkeys(self.list_commands(ctx))  # type: ignore[assignment]
         result: tuple[Any, Any, list[str]] = super().resolve_command(ctx, args)
         return result
 

@@ -59,7 +59,8 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"the text has half a surrogate pair (character {error.start}), which is no text"
+            found = f"half a surrogate pair (character {error.start}), which is no text"
+            message = f"the text has {found}; was it in another encoding than UTF-8?"
             raise RequestError(message, param="prompt") from None
 
 

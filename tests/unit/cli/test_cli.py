@@ -115,7 +115,6 @@ REFUSED = {
     "no prompt": ["generate"],
     "empty prompt": ["generate", ""],
     "unknown option": ["generate", "x", "--nope", "3"],
-    "unknown command": ["gnerate", "x"],
     "not a number": ["generate", "x", "--max-tokens", "many"],
     "no such folder": ["generate", "x", "--model", "/no/such/folder"],
     "bad JSON": ["generate", "x", "--speculative-config", "{"],
@@ -165,10 +164,10 @@ def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     assert re.fullmatch(r"error: \S.*\n", err), err
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [("serve smollm2", "with --model"), ("generate -m x", "it is --model"), ("generate x --temp 0", "--temperature")],
-)
+@pytest.mark.parametrize(("words", "advice"), [
+    ("serve smollm2", "with --model"), ("generate -m x", "it is --model"), ("generate x --temp 0", "--temperature"),
+    ("pull smollm2", "forerun fetch"), ("gnerate x", "'generate'"), ("generate \udcff --model /nowhere", "UTF-8"),
+])  # fmt: skip
 def test_whoever_knows_another_engine_is_told_our_name(forerun, words, advice):
     code, out, err = forerun(*words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
