@@ -87,12 +87,8 @@ class DraftDecoder(NativeModel):
         self.owns_head = f"{name}.weight" in maker.weights
         self._head: Any = None
         self._num_logits = self.target.info.vocab_size
-        if self.other is not None:
-            self.owns_head, self._head, self._num_logits = (
-                self.other.owns_head,
-                self.other._head,
-                self.other._num_logits,
-            )
+        if (other := self.other) is not None:
+            self.owns_head, self._head, self._num_logits = other.owns_head, other._head, other._num_logits
         elif self.owns_head:
             self._head = maker.linear(name, order=[] if outputs is None else [lambda rows: rows[outputs]])
             self._num_logits = maker.weights.values(f"{name}.weight").shape[0] if outputs is None else len(outputs)

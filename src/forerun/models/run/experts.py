@@ -65,11 +65,6 @@ class Experts:
         """Bytes of all experts here."""
         return sum(size((expert.gate_up, expert.down)) for expert in self.experts)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of the experts that one row does not read."""
-        return self.nbytes * (self.count - self.routing.top_k) // self.count
-
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's experts, the highest score first, and their weights in float32: both [rows, top_k]."""
         how, scores = self.routing, self.router(x).float()

@@ -210,7 +210,7 @@ class NativeModel(TiledModel):
         layers = list(self.linears())
         held = size(layers)
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
-        idle = sum(experts.idle_bytes for experts in mixtures)
+        idle = sum(each.nbytes * (each.count - each.routing.top_k) // each.count for each in mixtures)
         table_bytes = 0 if self._table is None else self._table.table.nbytes
         return ModelInfo(
             name=requested.name,
