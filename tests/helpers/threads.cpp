@@ -1,5 +1,5 @@
 // The kernels' threads under ThreadSanitizer: starts and stops, several callers, forks before and after. ``make sanitize_threads``
-#include "../src/forerun/kernels/threads.h"
+#include "../../src/forerun/kernels/threads.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
