@@ -347,6 +347,7 @@ def _session(
                 f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
                 "forerun generate"
             )
+        llm.engine.prepare()
         own = llm.model.info.sampling
         if generation_config == "vllm":
             defaults, source = SamplingParams(**DEFAULTS), "neutral defaults"

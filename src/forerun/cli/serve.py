@@ -219,6 +219,7 @@ def answerer(
         engine = {"page_size": PAGE_SIZE, **engine, "threads": set_threads(threads, cores)}
         llm = LLM(**engine, speculative_config=drafters)
         warn_synthetic(llm)
+        llm.engine.prepare()
 
         async def opening() -> AsyncEngine:
             return AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)

@@ -382,6 +382,12 @@ class Engine:
             self.on_round(result)
         return updates
 
+    @inference
+    def prepare(self) -> None:
+        """Measures what drafts cost here, unless an earlier process has kept it. Else the first answer waits for it."""
+        with kernels.on_threads(_threads(self), alone=self._compiled):
+            self.policy.prepare()
+
     def _expect(self) -> None:
         """Tells the length policy of a larger batch than any before."""
         count = min(self.config.max_num_seqs, len(self.scheduler.running) + len(self.scheduler.waiting))

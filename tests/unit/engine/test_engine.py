@@ -285,5 +285,6 @@ def test_long_made_up_contexts_take_free_pages_only(folder):
             with trials(model.engine, 1) as (time_round, _):
                 assert time_round(None, 0, 3, long=True).context == (0 if held else (1024 - 64) // 2)
             pool.free(7)
+            model.engine.prepare()
             pool.check()
             assert pool.num_free == pool.num_pages

@@ -116,6 +116,10 @@ class Adaptive(LengthPolicy):
         self.prices.trials, self.prices.threads = setting.trials, setting.threads
         self.prices.busy = setting.busy
 
+    def prepare(self) -> None:
+        if self.setting.nodes:
+            self.prices.at(1)
+
     def expect(self, count: int) -> None:
         if count >= self.prices.BATCH:
             self.prices.at(count)

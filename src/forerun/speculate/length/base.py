@@ -80,6 +80,9 @@ class LengthPolicy(ABC):
         """Goes on in another engine, which has this setting."""
         self.setting = setting
 
+    def prepare(self) -> None:
+        """Before the first request: measures prices."""
+
     def expect(self, count: int) -> None:
         """Before the first batch of so many sequences is admitted, while there is room for others: measures prices."""
 
