@@ -50,12 +50,26 @@ TREE = {"num_speculative_tokens": 4, "tree_nodes": 8}
 REPORT = "report.html"
 
 
+def make_out(out: Path) -> None:
+    """Makes the folder of a result. Raises ConfigError where that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+
+
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Search, and write the result into the folder ``out``. Raises ForerunError subclasses."""
     if _holds_another_tuning(out, config.draft):
         raise ConfigError(f"{out} has another tuning: choose another --out or remove it")
-    result = search(config, say)
-    out.mkdir(parents=True, exist_ok=True)
+    made = not out.exists()
+    make_out(out)  # now: minutes of search may not end in this error
+    try:
+        result = search(config, say)
+    except BaseException:
+        if made:
+            out.rmdir()
+        raise
     (out / REPORT).write_text(pair_page(config.model, result), encoding="utf-8")
     more = {key: result[key] for key in ("measured", "forms", "verify_cost", "check")}
     tuned.save(out, config.model, result["chosen"], [], draft=config.draft, **more)

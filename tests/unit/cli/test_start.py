@@ -41,9 +41,8 @@ CALLS = {
 
 def loaded(code):
     """Which heavy packages a child process has imported after ``code``, and what it printed before."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD.format(code, HEAVY)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", CHILD.format(code, HEAVY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *printed, last = done.stdout.splitlines()
     return json.loads(last), "\n".join(printed) + done.stderr

@@ -49,11 +49,11 @@ def test_a_way_without_a_length_is_recommended_where_it_was_fastest(monkeypatch,
 @pytest.mark.slow
 def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draft, monkeypatch):
     monkeypatch.setattr(Trial, "usual", lambda *_: [])  # ways without a length, which the clock may find faster
-    draft = ("--methods", "draft_model", "--spec-model", tiny_draft)
-    result, ran = plan(*draft)
+    result, ran = plan(*(draft := ("--methods", "draft_model", "--spec-model", tiny_draft)))
     assert result == {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
     assert SpeculativeConfig.parse(result) in ran
-    result, ran = plan(*draft, "--accept", "lenient", "--temperature", "1", "--speculative-config", '{"lenience": 0.25}')
+    hot = ("--accept", "lenient", "--temperature", "1", "--speculative-config", '{"lenience": 0.25}')
+    result, ran = plan(*draft, *hot)
     assert (result["accept"], result["lenience"]) == ("lenient", 0.25)
     assert SpeculativeConfig.parse(result) in ran
 

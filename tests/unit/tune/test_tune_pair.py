@@ -128,6 +128,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         (["--draft", DRAFT, "--concurrency", "0"], "each of concurrency must be an integer of at least 1"),
         (["--draft", DRAFT, "--minutes", "0"], "minutes must be a number above 0"),
         (["--minutes", "3"], "--minutes needs --draft"),
+        (["--draft", DRAFT, "--out", "/dev/null/x"], "cannot write /dev/null/x: Not a directory"),
     ):
         assert main.run([*asked, *more]) != 0
         errors = capsys.readouterr().err.strip().splitlines()

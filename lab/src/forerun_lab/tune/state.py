@@ -17,6 +17,7 @@ from forerun.core.folders import replace_with
 from forerun.models.files.open import Checkpoint
 from forerun.models.run.hf import read_module
 from forerun.models.text.tokenizer import load_tokenizer
+from forerun.tune.run import make_out
 
 
 class TuneState:
@@ -28,7 +29,7 @@ class TuneState:
         self.seconds: dict[str, float] = {}
         """Time spent in each stage."""
         self.results: dict[str, Any] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_out(folder)
         if not self.path.exists():
             self.marks = marks
             self._save()
