@@ -114,6 +114,15 @@ def test_drafts_that_pay_are_found_on_a_busy_machine():
 
 
 @pytest.mark.slow
+def test_a_first_draft_that_fails_is_not_the_last():
+    """Rows and drafts are so dear that no draft is expected to pay after it. The first drafted token is wrong."""
+    dear = Machine(draft=1.6, per_level=0.2, host=0.1, jitter=0.06, multiple=1, prices=(1.0, 1.2, 1.3, 1.35))
+    answer = partial(play, dear, "adaptive", 1, lambda _, position: 0.85 * (position > 1))
+    runs = [answer(depth=3, length=128, requests=1, seed=seed) for seed in range(40)]
+    assert sum(run.plain_work / run.work > 1.05 for run in runs) >= 30
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_good_cheap_drafts_are_used(count):
     """At least two thirds of what drafting always and as far as possible would gain."""

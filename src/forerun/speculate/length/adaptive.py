@@ -51,9 +51,9 @@ class Adaptive(LengthPolicy):
     reproducible = False
     MARGIN = 1.03
     """The expected speedup from which drafts are used."""
-    START, EXPLORES = 0.9, 0.001
-    """Plain rounds that drafts which are not expected to pay may cost: at first and at most, and more with each round
-    without drafts."""
+    START, EXPLORES = (1.2, 0.9), 0.001
+    """Plain rounds that drafts which are not expected to pay may cost: at first and at most, alone and in batches; and
+    more with each round without drafts."""
     PLANNING = 0.002
     """A plan holds for so many rounds that planning takes this part of the time."""
     LATE = 8
@@ -102,7 +102,7 @@ class Adaptive(LengthPolicy):
         self._number = 0
         self._plain = False
         """Whether the last round was one without drafts."""
-        self._allowance = self.START
+        self._allowance = max(self.START)
         """Plain rounds that drafts which are not expected to pay may cost now."""
         self._behind: dict[int, int] = {}
         """By sequence, the backlog of its drafter before this round."""
@@ -250,7 +250,7 @@ class Adaptive(LengthPolicy):
         loss = cost / plain - tokens / count if drafted else 0.0
         self._plan.lost += loss
         if self._plan.speedup < self.MARGIN:
-            self._allowance = min(self._allowance - loss + self.EXPLORES * (not drafted), self.START)
+            self._allowance += self.EXPLORES * (not drafted) - loss
         late = drafted and self.prices.slower == self.LATE
         if late and self._rest is not None:
             self._rest.check()
@@ -328,20 +328,22 @@ class Adaptive(LengthPolicy):
         return self._chances_now[key]
 
     def _make_plan(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
-        ids = frozenset([sequence.id for sequence in sequences])
         self._chances_now.clear()
         stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)
         plain = len(sequences) / self.prices.verify(table, len(sequences), len(sequences))
-        if best.speedup < self.MARGIN:
+        self._allowance = min(self._allowance, self.START[len(sequences) >= self.prices.BATCH])
+        while best.depths and best.speedup < self.MARGIN:
             time = self._expected_tokens(sequences, best.depths) / len(sequences) / best.speedup
-            if time - 1.0 > self._allowance:
-                best = Plan()
+            if time - 1.0 <= self._allowance:
+                break
+            stepping = [min(cap, max(best.depths.values()) - 1) for cap in stepping]  # a shorter one costs less
+            best = self._best_plan(sequences, stepping, table)
         tokens, seconds = self._recent
         # Look-ups are not part of the plan. Where they bring more than it expects, the recent speed shows it.
         best.rate = max(plain, best.speedup * plain, tokens / seconds if seconds else 0.0)
-        best.sequences = ids
+        best.sequences = frozenset([sequence.id for sequence in sequences])
         return best
 
     def _best_plan(self, sequences: Requests, longest: list[int], table: PriceTable, copies: int = 1) -> Plan:
@@ -365,8 +367,7 @@ class Adaptive(LengthPolicy):
 
     def _expected_tokens(self, sequences: Requests, depths: Mapping[int, int]) -> float:
         """Expected tokens of a round."""
-        drafting = [(sequence, depths[sequence.id]) for sequence in sequences if sequence.id in depths]
-        return len(sequences) + sum(sum(self._chances(s)[:depth]) for s, depth in drafting)
+        return len(sequences) + sum([sum(self._chances(s)[: depths[s.id]]) for s in sequences if s.id in depths])
 
     def _speedup(self, sequences: Requests, depths: Mapping[int, int], table: PriceTable, copies: int = 1) -> float:
         """Expected tokens per second over those of plain decoding, for so many ``copies`` of the sequences."""
@@ -455,10 +456,9 @@ class Adaptive(LengthPolicy):
         if not self.prices.tables:
             return None
         drafting, lookups = ([[*key, each.state()] for key, each in d.items()] for d in (self.drafting, self.lookups))
-        rests = [[size, rest.state()] for size, rest in self._rests.items()]
         return {
             "prices": self.prices.state(), "drafting": drafting, "lookups": lookups,
-            "lengths": list(self.lengths.seen), "rests": rests,
+            "lengths": list(self.lengths.seen), "rests": [[size, rest.state()] for size, rest in self._rests.items()],
         }  # fmt: skip
 
     def restore(self, state: Any) -> None:
