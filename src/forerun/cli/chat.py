@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from forerun.cli.console import check_file, out, read_file, read_input, set_threads, warn_synthetic, write_file
+from forerun.cli.console import check_file, out, read_file, read_input, set_threads, table, warn_synthetic, write_file
 from forerun.cli.options import (
     ANSWERING,
     SAMPLING,
@@ -208,12 +208,6 @@ def sampling_line(params: SamplingParams) -> str:
     neutral = vars(SamplingParams(max_tokens=None))
     shown = [name for name in SETTABLE if name in usual or values[name] != neutral[name]]
     return ", ".join(f"{name} {json.dumps(values[name], default=list)}" for name in shown)
-
-
-def table(rows: Mapping[str, str]) -> str:
-    """Names and values in two columns."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _parse(text: str) -> Any:

@@ -20,8 +20,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, completions, table
-from forerun.cli.console import model_line, one_line, out, warn
+from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, completions
+from forerun.cli.console import model_line, one_line, out, table, warn
 from forerun.cli.editor import keys_kept, parse, reader
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,12 @@ def quiet() -> None:
 def print_json(value: Any) -> None:
     """Prints one JSON object."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """Names and values in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -234,3 +240,19 @@ class PlainHelp(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+class NamesModel(PlainHelp):
+    """A command without arguments of its own: ``--model`` may be given without the option's name."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[MODEL]"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        words = super().parse_args(ctx, args)
+        if words and ctx.get_parameter_source("model").name != "COMMANDLINE":  # a file of options may name one, too
+            ctx.params["model"] = words.pop(0)
+        if words:
+            ctx.fail(f"Got unexpected extra argument(s) ({' '.join(words)})")
+        return words

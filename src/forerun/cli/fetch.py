@@ -9,15 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.console import print_json, print_table
+from forerun.cli.console import print_json, print_table, table
+from forerun.engine.memory import megabytes
 from forerun.models.files.fetch import KNOWN, fetch, model_file
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
-
-
-def megabytes(size: int) -> str:
-    """Bytes as text, such as ``25.2 MB``."""
-    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
 def fetch_command(
@@ -67,7 +63,7 @@ def fetch_command(
     if json:
         print_json({"name": name, "path": str(path)})
     else:
-        print(f"{name} is ready in {path}. Try it: forerun chat --model {name}")
+        print(f"{name} is ready in {path}. Try it: forerun chat {name}")
 
 
 def list_command(json: Json = False) -> None:
@@ -122,9 +118,7 @@ def show_command(
         "auto takes": auto,
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
-    for key, value in rows.items():
-        if value:
-            print(f"{key:12}  {value}")
+    print(table({name: value for name, value in rows.items() if value}))
 
 
 def remove_command(

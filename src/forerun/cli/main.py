@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import forerun
-from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
+from forerun.cli.console import NamesModel, PlainHelp, one_line, quiet, watch_loading
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.core.registry import lacks_lab
 
@@ -54,6 +54,8 @@ OLLAMA = {"pull": "fetch", "list": "ls", "delete": "rm"}
 """Commands of Ollama's, and their names here."""
 WITH_KEYS = ("generate", "chat", "run", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
+OF_A_MODEL = ("chat", "serve", "bench", "plan", "check")
+"""Commands that take ``--model`` as an argument, too."""
 
 
 def load(name: str) -> Any:
@@ -74,7 +76,7 @@ def load(name: str) -> Any:
 
         epilog = f"Keys of --speculative-config:\n\n{method_options()}"
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    single.command(name, cls=PlainHelp, epilog=epilog)(result)
+    single.command(name, cls=NamesModel if name in OF_A_MODEL else PlainHelp, epilog=epilog)(result)
     return typer.main.get_command(single)
 
 

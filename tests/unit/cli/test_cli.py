@@ -165,7 +165,7 @@ def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
 
 
 @pytest.mark.parametrize(("words", "advice"), [
-    ("serve smollm2", "with --model"), ("generate -m x", "it is --model"), ("generate x --temp 0", "--temperature"),
+    ("generate x y", "in quotes"), ("generate -m x", "it is --model"), ("generate x --temp 0", "--temperature"),
     ("pull smollm2", "forerun fetch"), ("gnerate x", "'generate'"), ("generate \udcff --model /nowhere", "UTF-8"),
 ])  # fmt: skip
 def test_whoever_knows_another_engine_is_told_our_name(forerun, words, advice):

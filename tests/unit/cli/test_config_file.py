@@ -5,6 +5,7 @@ import json
 import typing
 
 import pytest
+import typer
 import yaml
 
 from forerun.cli.main import load, run
@@ -55,6 +56,16 @@ def test_every_option_can_be_in_the_file(tmp_path):
     assert from_file == parsed(*line)
     assert from_file != parsed()
     assert {name for name, value in from_file.items() if value == parsed()[name]} == set()
+
+
+def test_a_model_needs_no_option(tmp_path):
+    file = tmp_path / "some.yaml"
+    file.write_text("model: other\n", encoding="utf-8")
+    for line in (["a", "--port", "82"], ["--port", "82", "a"], ["--config", file, "--port", "82", "a"]):
+        assert parsed(*line) == parsed("--model", "a", "--port", "82")
+    for line in (["a", "b"], ["a", "--model", "b"]):
+        with pytest.raises(typer.TyperException, match="unexpected extra argument"):
+            parsed(*line)
 
 
 def test_the_command_line_wins(tmp_path):

@@ -106,7 +106,7 @@ def test_a_file_that_is_here_becomes_a_model_by_name(form, request, cache, capsy
     given = request.getfixturevalue(form)
     assert run(["fetch", "tiny", "--from", str(given)]) == 0
     said = capsys.readouterr()
-    assert said.out == f"tiny is ready in {cache}/models/tiny/tiny.gguf. Try it: forerun chat --model tiny\n"
+    assert said.out == f"tiny is ready in {cache}/models/tiny/tiny.gguf. Try it: forerun chat tiny\n"
     assert kept(cache) == {"tiny.gguf"}
     assert (home("tiny") / "tiny.gguf").read_bytes() == request.getfixturevalue("model").read_bytes()
     greedy = SamplingParams(temperature=0, max_tokens=4)
