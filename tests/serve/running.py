@@ -76,6 +76,11 @@ def run_app(app, limits=None):
         assert not thread.is_alive()
 
 
+def free_port():
+    with open_socket("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
 def client_of(running):
     """OpenAI's own client of a server."""
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)

@@ -6,12 +6,12 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from running import free_port
 
 from compiler import install_compiler
 from here import where
@@ -42,12 +42,6 @@ def of_the_image():
         lines(IMAGE, "ENV")[-1],
         "/models",
     )
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("started", [of_systemd, of_the_image])

@@ -6,17 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import run_server
+from running import HERMES, run_server
 from test_code_completion import QWEN, coder_folder  # noqa: F401 - one is a fixture
 
 from forerun import LLM, SamplingParams, drafters
 from forerun.serve.app import ServerOptions
 
 FILES = {path.stem: path for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
-TEMPLATE = (
-    "{% for t in tools or [] %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}\n"
-    "{% endfor %}"
-)
 OFFLINE = ["batch", "chat", "completion", "own_drafter", "stream"]
 WITH_SERVER = ["server_client", "tools"]
 
@@ -66,7 +62,7 @@ def test_completion_reads_what_is_after_the_cursor(run, coder_folder):  # noqa: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_SERVER)
 def test_with_a_server(run, name, served):
-    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
         printed = run(name, f"{running.url}/v1")
     said = {"server_client": "'method': 'draft_model'", "tools": r'weather \{"city": ?"(Paris|Rome)"'}
     assert re.search(said[name], printed)

@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
 import httpx2
 import pytest
-from running import ASK, chatted
+from running import ASK, chatted, free_port
 
 from here import where
 
@@ -22,9 +21,7 @@ STARTS = 240
 @pytest.fixture
 def web(hermes, tmp_path, request):
     """A client of Open WebUI, which has signed in as its first user and knows one API of the server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {
         "DATA_DIR": str(tmp_path), "WEBUI_AUTH": "False", "WEBUI_SECRET_KEY": "s" * 32, "OLLAMA_BASE_URL": hermes.url,
         "OPENAI_API_BASE_URL": f"{hermes.url}/v1", "OPENAI_API_KEY": "unused", "OFFLINE_MODE": "True",

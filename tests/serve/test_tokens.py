@@ -1,12 +1,11 @@
 """Tokens, prompts and facts in llama.cpp's and vLLM's forms, against the tokenizer itself."""
 
 import pytest
-from running import TEMPLATE
+from running import ASK, TEMPLATE
 
 from forerun.models.text.chat import render_chat
 
 TEXT = "def f(x): return 'é 日本 🙂'"
-ASK = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, RootModel, Tag
@@ -22,9 +22,9 @@ from forerun.serve.schema import (
     Asked,
     Body,
     CallId,
-    ChatRequest,
     FunctionName,
     Int,
+    OpenEndedChat,
     Stop,
     Text,
     Word,
@@ -132,10 +132,6 @@ class OutputConfig(Body):
     format: JsonFormat | None = None
 
 
-class AnthropicAsChat(ChatRequest):
-    must_fit: ClassVar[bool] = False
-
-
 class CountRequest(Asked):
     """What ``/v1/messages`` and ``/v1/messages/count_tokens`` share."""
 
@@ -174,7 +170,7 @@ class CountRequest(Asked):
     def field_of(self, param: str | None) -> str | None:
         return {"stop": "stop_sequences", "response_format": "output_config.format"}.get(param or "", param)
 
-    def chat(self) -> AnthropicAsChat:
+    def chat(self) -> OpenEndedChat:
         """Returns the request as one for a chat. Raises ApiError."""
         choice, config = self.tool_choice, self.output_config
         system = [] if not self.system else [{"role": "system", "content": plain_text(self.system, "\n")}]
@@ -194,7 +190,7 @@ class CountRequest(Asked):
             modes: dict[str, Any] = {"any": "required", "tool": named}
             given["tool_choice"] = modes.get(choice.type, choice.type)
             given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        return converted(AnthropicAsChat, {**given, **self.sampled()}, self.field_of)
+        return converted(OpenEndedChat, {**given, **self.sampled()}, self.field_of)
 
     def sampled(self) -> dict[str, Any]:
         """Returns the fields of sampling, as a chat has them."""
@@ -382,7 +378,10 @@ class AnthropicReply(ChatReply):
             if piece.begins or not self._open or self.content[-1].type != kind:
                 events += [*self._close(), self._start(piece)]
             if piece.text:
-                self._append(kind, piece.text)
+                if piece.call is not None:
+                    self.arguments += piece.text
+                else:
+                    setattr(self.content[-1], kind, getattr(self.content[-1], kind) + piece.text)
                 name, field = DELTAS[kind]
                 events.append(self._delta(type=name, **{field: piece.text}))
         if new.finish is not None:
@@ -402,13 +401,6 @@ class AnthropicReply(ChatReply):
             self.content.append(TextContent(type="text", text=""))
         self._open = True
         return _event("content_block_start", index=len(self.content) - 1, content_block=self.content[-1])
-
-    def _append(self, kind: str, text: str) -> None:
-        block = self.content[-1]
-        if kind == "tool_use":
-            self.arguments += text
-        else:
-            setattr(block, kind, getattr(block, kind) + text)
 
     def _close(self) -> list[str]:
         """Ends the last block, unless it has ended."""

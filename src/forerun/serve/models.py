@@ -344,9 +344,7 @@ class Library(Models):
     def _leave(self, entry: Entry) -> None:
         """A request has been answered."""
         entry.users -= 1
-        if entry.users or self.entries.get(entry.name) is not entry:
-            return
-        if entry.server is not None:
+        if not entry.users and entry.server is not None and self.entries.get(entry.name) is entry:
             self._rest(entry)
 
     def _rest(self, entry: Entry) -> None:
@@ -416,11 +414,10 @@ class Library(Models):
                 await loop.run_in_executor(self._thread, engine.close)
                 raise self._too_large(entry.name, entry.size)
             server = self.serving(engine, replace(self.options, served_model_name=entry.name))
-        except ForerunError as error:
+        except BaseException as error:
             self._forget(entry)
-            raise not_loaded(entry.name, error) from error
-        except BaseException:
-            self._forget(entry)
+            if isinstance(error, ForerunError):
+                raise not_loaded(entry.name, error) from error
             raise
         entry.server = server
         log.info("%s: %s, loaded in %.1f s", entry.name, engine.facts.described, time.monotonic() - started)

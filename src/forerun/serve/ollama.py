@@ -32,11 +32,11 @@ from forerun.serve.schema import (
     Asked,
     Body,
     CallId,
-    ChatRequest,
     CompletionRequest,
     FunctionName,
     Int,
     Object,
+    OpenEndedChat,
     Text,
     Tools,
     one_of,
@@ -111,17 +111,13 @@ class OllamaAsked(Asked):
             options["response_format"] = {"type": "json_object"}
         return {"stream": self.stream, **options}
 
-    def chat(self, messages: list[dict[str, Any]], **more: Any) -> OllamaAsChat:
+    def chat(self, messages: list[dict[str, Any]], **more: Any) -> OpenEndedChat:
         """Returns the request as one for a chat. Raises ApiError."""
         given = {**self.given(), "messages": messages, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.think is not None:
             given["enable_thinking"] = self.think is not False
             given["reasoning_effort"] = self.think if isinstance(self.think, str) else None
-        return converted(OllamaAsChat, {**given, **more}, self.field_of)
-
-
-class OllamaAsChat(ChatRequest):
-    must_fit: ClassVar[bool] = False
+        return converted(OpenEndedChat, {**given, **more}, self.field_of)
 
 
 class OllamaAsCompletion(CompletionRequest):
@@ -152,7 +148,7 @@ class OllamaChat(OllamaAsked):
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=4096, description="none: the model is ready")
     tools: Tools | None = None
 
-    def as_chat(self) -> OllamaAsChat:
+    def as_chat(self) -> OpenEndedChat:
         tools = None if self.tools is None else [tool.model_dump(exclude_none=True) for tool in self.tools]
         return self.chat(_messages(self.messages), tools=tools)
 
@@ -170,7 +166,7 @@ class OllamaGenerate(OllamaAsked):
         names = [name for name in ("context", "template") if getattr(self, name)]
         return [*names, *super().ignored(known)]
 
-    def as_chat(self) -> OllamaAsChat:
+    def as_chat(self) -> OpenEndedChat:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat([*system, {"role": "user", "content": self.prompt}])
 

@@ -161,19 +161,14 @@ LONGEST = 1e9
 def seconds_of(given: Any) -> float:
     """Returns a duration as Ollama's clients write it, a number of seconds or a text such as 5m or 1h30m; below 0:
     infinity. Raises ConfigError."""
-    value = inf
+    value = given
     if isinstance(given, str):
-        text = given.removeprefix("-")
+        text, sign = given.removeprefix("-"), -1 if given.startswith("-") else 1
         if DURATION.sub("", text) == "" != text:
-            value = sum(float(number) * SECONDS[unit] for number, unit in DURATION.findall(text))
+            value = sign * sum(float(number) * SECONDS[unit] for number, unit in DURATION.findall(text))
         elif re.fullmatch(r"\d+(\.\d+)?", text):
-            value = float(text)
-        else:
-            raise ConfigError(f"keep_alive must be seconds or a text such as 5m, not {shown(given)}")
-        value = -value if given.startswith("-") else value
-    elif isinstance(given, (int, float)) and not isinstance(given, bool) and given == given:
-        value = given
-    else:
+            value = sign * float(text)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise ConfigError(f"keep_alive must be seconds or a text such as 5m, not {shown(given)}")
     return float(value) if 0 <= value <= LONGEST else inf
 

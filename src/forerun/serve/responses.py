@@ -366,7 +366,6 @@ class ResponseRequest(Sampled):
         return converted(ResponseAsChat, given, self.field_of)
 
 
-OutputItem = answers.OutputMessage | answers.FunctionCall | answers.ReasoningItem
 INPUT_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
@@ -382,7 +381,7 @@ class ResponseReply(ChatReply):
         super().__init__(*arguments, **options)
         self.request = request
         self.keep = keep
-        self.output: list[OutputItem] = []
+        self.output: list[answers.OutputItem] = []
         self._functions = request.functions
         self._call: ParsedCall | None = None
         """The latest one."""
@@ -461,7 +460,7 @@ class ResponseReply(ChatReply):
         item.content.append(part)
         return [*events, self._event_in_item("content_part.added", content_index=0, part=part)]
 
-    def _open_item(self, item: OutputItem) -> list[str]:
+    def _open_item(self, item: answers.OutputItem) -> list[str]:
         """Begins an item, which ends the one before."""
         events = self._close_item()
         self.output.append(item)

@@ -677,3 +677,9 @@ class ChatRequest(Generation):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens conflicts with max_completion_tokens: remove one")
         return self
+
+
+class OpenEndedChat(ChatRequest):
+    """A chat of another API. Its answer may end where the context does."""
+
+    must_fit: ClassVar[bool] = False
