@@ -94,7 +94,7 @@ class Draft:
         """Waits for tokens that are still on a GPU."""
         if self.late is not None:
             found, self.late = self.late.read().tolist(), None
-            self.ids = [found[-1 - each] for each in self.ids]
+            self.ids = [found[-1 - each] if each < 0 else each for each in self.ids]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -140,8 +140,8 @@ class Draft:
             self.trials.append([])
         node = self.child(parent, token)
         if node is None:
-            node = len(self.tokens)
-            self.tokens.append(token)
+            node = len(self.ids)
+            self.ids.append(token)
             self.parents.append(parent)
             self.trials.append([])
         self.trials[parent + 1].append(Trial(node, row))
