@@ -1,12 +1,19 @@
-"""Compiles the kernels of GPUs without a GPU: ``python gpu_compile.py [CAPABILITY ...]``, such as 80 90 (the default).
+"""Compiles the kernels of GPUs without a GPU: ``python gpu_compile.py [quick] [CAPABILITY ...]``, 80 and 90 by default.
 
-Triton's interpreter accepts programs that its compiler refuses. Each kernel is called here as the engine calls it, and
-what would be launched is compiled by Triton and ptxas instead. Nothing runs. The last lines name the shared memory that
-each kernel takes at most; one that takes more than the GPU has is refused.
+Triton's interpreter accepts programs that its compiler refuses. Each kernel is called here as the engine calls it, with
+the shapes of ``gpu_check.py``, and Triton compiles what it would launch, with ptxas. Nothing runs. For each kernel a
+line has the most shared memory, registers, and bytes of stack (into which registers spill). It fails where one takes
+more shared memory than the GPU has, and where forms of one sum have different orders: a chain's and a tree's attention,
+or one matrix's products of few and of many rows, and with other tiles. ``quick``: a tenth of them.
 """
 
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -15,8 +22,9 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import numpy as np
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from forerun.attention.base import Query
@@ -32,62 +40,104 @@ from forerun.models.run.rows import TritonNorm, rotate
 from forerun.sampling import triton as sampling
 from forerun.speculate.draft.graph_chain import Bucket
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-         torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
-CAPABILITIES = [int(each) for each in sys.argv[1:]] or [80, 90]
-SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a program may use."""
-done = {}
+QUICK = "quick" in sys.argv
+CAPABILITIES = [int(each) for each in sys.argv[1:] if each != "quick"] or [80, 90]
+SHARED = {80: 163, 87: 163, 90: 227, 100: 227}
+"""KB of shared memory that a program may use, where it is not 99."""
+LAYERS = ((3072, 2048, True, "", False), (2048, 2048, False, "", True), (16384, 2048, True, "silu", False),
+          (2048, 8192, False, "", True), (128256, 2048, False, "", False))  # fmt: skip
+"""Outputs, inputs, norm, gate and residual of Llama-3.2-1B's layers."""
+run, group, made, orders, failures = JITFunction.run, "", {}, defaultdict(set), []
 
 
-def kind(value):
-    if isinstance(value, torch.Tensor):
-        return f"*{NAMES[value.dtype]}"
-    return {bool: "i1", int: "i32", float: "fp32"}[type(value)]
+class NoGPU:
+    """Stands for the driver of a GPU, whose number is its capability."""
+
+    capability = 0
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def shared_memory(self):
+        return SHARED.get(self.capability, 99) << 10
 
 
-def compile_instead(self, *arguments, grid, warmup=False, **options):
-    settings = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
-    given = {**dict(zip(self.arg_names, arguments)), **options}
-    ones = {each.name for each in self.params if not each.do_not_specialize and type(given[each.name]) is int}
-    constants = {
-        each.name: given[each.name]
-        for each in self.params
-        if each.is_constexpr or (each.name in ones and given[each.name] == 1)
-    }  # as Triton has it
-    types = {name: "constexpr" if name in constants else kind(given[name]) for name in self.arg_names}
-    for capability in CAPABILITIES:
-        key = (self.__name__, capability, *types.values(), *constants.items(), *settings.items())
-        if key in done:
-            continue
-        made = compile(ASTSource(self, types, constants), target=GPUTarget("cuda", capability, 32), options=settings)
-        done[key] = made.metadata.shared
-        if made.metadata.shared > SHARED.get(capability, 96 << 10):
-            raise SystemExit(
-                f"{self.__name__} takes {made.metadata.shared} bytes of shared memory on {capability}: {key}"
-            )
+def compile_only(kernel, *arguments, grid, warmup=False, **options):
+    on = driver.active
+    compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
+    made[compiled.hash] = f"{kernel.__name__} on {on.capability}", compiled
+    if compiled.metadata.shared > on.shared_memory():
+        failures.append(f"{kernel.__name__} takes {compiled.metadata.shared} bytes of shared memory on {on.capability}")
+    orders[kernel.__name__, group or compiled.hash, on.capability].add(order(compiled.asm["ttgir"]))
+
+
+def order(text):
+    """How products and sums of floats are laid out over threads: as much of it as their order depends on."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    sums = re.findall(r"arith\.addf.*\n.*\n\s*\}\) : \((tensor<.*?>)\) ->", text)
+    products = re.findall(r"(?:tt\.dot|warp_group_dot) .* : (tensor<.*)", text)
+
+    def written(kind, along):
+        for _ in range(3):
+            kind = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), kind)
+        kind = re.sub(r"loc\(.*|tensor<[\dx]*", "", kind)
+        return re.sub(r"warpsPerCTA = \[\d+, (\d+)\]", along, kind)
+
+    return frozenset([*(written(each, r"warps \1") for each in sums), *(written(each, "") for each in products)])
 
 
 def multiply(dtype):
+    global group
     weight = torch.zeros(96, 768, dtype=dtype)
     six = Blocks("q6_k", np.zeros((96, 3 * 210), np.uint8), 768)
     layers = [make(weight, None), linears.kept([six], None, dtype, torch.device("cpu"))]
-    for layer in [*layers, *(quantized(weight, None, name=name) for name in TRITON_KINDS)]:
+    for number, layer in enumerate([*layers, *(quantized(weight, None, name=name) for name in TRITON_KINDS)]):
+        group = f"kind {number} {dtype}"
         for rows in (5, 70):
             layer(torch.zeros(rows, 768, dtype=dtype))
+        group = f"{group} with norm"
         layer.absorb(TritonNorm(torch.ones(768), 1e-5, dtype), "silu")
         layer(torch.zeros(5, 768, dtype=dtype), torch.zeros(5, 48, dtype=dtype))
+        group = ""
         if layer.numbers is None and layer.weight.kind != linears.OUTPUTS:
             layer.rows(torch.tensor([1]), dtype)
 
 
-def attend(dtype, heads, kv_heads, width, parents, options, page_size=64):
-    attention = TritonAttention(Pool([KVShape(kv_heads, width, width)], 8, page_size, dtype))
-    tables = attention.begin(batch := Batch([Span(0, 0, [1, 2, 3, 4], parents)]))
-    q, k = (torch.zeros(4, count, width, dtype=dtype) for count in (heads, kv_heads))
-    attention.run(Query(0, q, k, k.clone(), 0.1, **options), tables)
+def multiply_large(dtype=torch.bfloat16):
+    """Every tile of a large model's layers. Their weights are not there: nothing reads them."""
+    global group
+    for outputs, inputs, norm, gate, add in LAYERS[:1] if QUICK else LAYERS:
+        few = torch.zeros(64, inputs, dtype=dtype)
+        for number, layer in enumerate([make(few, None), *([] if QUICK else [quantized(few, None, name="q4_0")])]):
+            group = f"{outputs} x {inputs} {number}"
+            layer.weight = replace(layer.weight, outputs=outputs)
+            if not layer.absorb(TritonNorm(torch.ones(inputs), 1e-5, dtype) if norm else None, gate):
+                layer._plan()
+            for tile in layer.usable_tiles():
+                layer.tile = tile
+                for rows in (5, 70):
+                    residual = torch.zeros(rows, layer.outputs, dtype=dtype) if add else None
+                    layer(torch.zeros(rows, inputs, dtype=dtype), residual)
+    group = ""
+
+
+def attend(dtype, heads, kv_heads, width, options, page_size=64):
+    global group
+    group = f"attention {dtype} {heads} {kv_heads} {width} {options}"
+    for parents in (None, [-1, -1, 0, 1]):
+        attention = TritonAttention(Pool([KVShape(kv_heads, width, width)], 8, page_size, dtype))
+        tables = attention.begin(batch := Batch([Span(0, 0, [1, 2, 3, 4], parents)]))
+        q, k = (torch.zeros(4, count, width, dtype=dtype) for count in (heads, kv_heads))
+        attention.run(Query(0, q, k, k.clone(), 0.1, **options), tables)
+    group = ""
     norm = torch.ones(heads, width), 1e-5, dtype
-    TritonNorm(*norm, layer_norm=parents is None, bias=None if parents else norm[0])(q, q)
+    TritonNorm(*norm, layer_norm=not options, bias=None if options else norm[0])(q, q)
     rotate(q, torch.zeros(16, 1, width // 2, dtype=torch.complex64), batch.positions)
 
 
@@ -101,26 +151,55 @@ def draft(reduced, floor):
         bucket._choose(bucket.logits)
 
 
-def main():
-    with patch.object(JITFunction, "run", compile_instead), patch.object(gpu, "serves", lambda device: True):
-        for dtype in (torch.bfloat16, torch.float32):
-            multiply(dtype)
-        attend(torch.bfloat16, 8, 2, 64, None, {})
-        attend(torch.bfloat16, 8, 2, 128, [-1, -1, 0, 1], {"softcap": 3.0, "sinks": torch.zeros(8), "window": 9})
-        attend(torch.float32, 3, 1, 64, [-1, -1, 0, 1], {})
-        attend(torch.bfloat16, 2, 1, 64, [-1, -1, -1, -1], {"window": 1, "sink_tokens": 1}, page_size=1)
-        for width in (256, 512):  # Gemma's
-            attend(torch.bfloat16, 8, 1, width, [-1, -1, 0, 1], {})
-        scores, words = torch.zeros(2, 10000), torch.zeros(10048, dtype=torch.int32)
+def compile_all():
+    multiply_large()
+    attend(torch.bfloat16, 32, 8, 64, {})
+    for size in (100, 10000, 128256):
+        scores, words = torch.zeros(2, size), torch.zeros(size, dtype=torch.int32)
         sampling.restrict(scores, [1.0, 0.5], [0.1, 0.9, 0, 1], [5, 0])
-        sampling.TritonSampling(words).choose(scores, [1, None])
-        draft(True, 0.0)
-        draft(False, -inf)
-    for name, capability in sorted({key[:2] for key in done}):
-        most = max(size for key, size in done.items() if key[:2] == (name, capability))
-        print(f"{name} on {capability}: at most {most:,} bytes of shared memory")
-    print(f"{len(done)} kernels compiled for {', '.join(map(str, CAPABILITIES))}")
+        sampling.choose_rows(scores, words, torch.zeros(2, 3, dtype=torch.int32))
+    draft(True, 0.0)
+    draft(False, -inf)
+    if QUICK:
+        return
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        multiply(dtype)
+        attend(dtype, 4, 2, 64, {})
+    attend(torch.bfloat16, 8, 2, 128, {"softcap": 3.0, "sinks": torch.zeros(8), "window": 9})
+    attend(torch.float32, 3, 1, 64, {})
+    attend(torch.bfloat16, 2, 1, 64, {"window": 1, "sink_tokens": 1}, page_size=1)
+    for width in (256, 512):  # Gemma's
+        attend(torch.bfloat16, 8, 1, width, {})
+
+
+def registers(compiled):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", said).groups()]
+
+
+def main():
+    driver.set_active(NoGPU())
+    instead = patch.object(linears, "shared_memory", lambda _: driver.active.shared_memory() - linears.RESERVED_SHARED)
+    with instead, patch.object(JITFunction, "run", compile_only), patch.object(gpu, "serves", lambda device: True):
+        for driver.active.capability in CAPABILITIES:
+            compile_all()
+    most = defaultdict(list)
+    for name, compiled in made.values():
+        most[name].append([compiled.metadata.shared, *registers(compiled)])
+    for name, each in sorted(most.items()):
+        shared, used, stack = map(max, zip(*each))
+        print(
+            f"{name}: {len(each)} kernels, at most {shared:,} bytes of shared memory, {used} registers, {stack} stack"
+        )
+    for (name, about, capability), found in orders.items():
+        failures.extend([f"{name} on {capability} has sums in {len(found)} orders: {about}"] if len(found) > 1 else [])
+    print(f"{len(made)} kernels compiled for {', '.join(map(str, CAPABILITIES))}", *failures, sep="\n")
+    return bool(failures)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

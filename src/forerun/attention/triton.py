@@ -41,7 +41,7 @@ def _store_side(rows, side, row, page, slot, row_stride, page_stride, head_strid
     tl.store(side + at, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _store(
     k, v, keys, values, row_span, offset, fed, tables, page_size, table_stride, row_stride_k, row_stride_v,
     page_stride_k, head_stride_k, page_stride_v, head_stride_v, heads, WIDTH, VALUE_WIDTH,
@@ -71,31 +71,6 @@ def _entries(side, table, entry, inside, page_size, page_stride, head_offset, wi
 
 
 @triton.jit
-def _scores(query, k, place, position, last, scale, softcap, window, sink_tokens):
-    """Scores of one block of keys, whose positions are ``place``; -inf where a row does not see a key, such as one
-    after its ``last``."""
-    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-    if softcap > 0.0:
-        ratio = tl.exp(2.0 * (score / softcap))
-        score = softcap * (1.0 - 2.0 / (ratio + 1.0))
-    seen = place[None, :] <= last[:, None]
-    if window > 0:
-        seen = seen & ((position[:, None] - place[None, :] < window) | (place[None, :] < sink_tokens))
-    return tl.where(seen, score, float("-inf"))
-
-
-@triton.jit
-def _add(score, v, running, weight, result):
-    """The running maximum, sum and output after one more block."""
-    best = tl.maximum(running, tl.max(score, 1))
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    chance = tl.exp(score - safe[:, None])
-    fade = tl.exp(running - safe)
-    result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-    return best, weight * fade + tl.sum(chance, 1), result
-
-
-@triton.jit
 def _clear(
     out, row, head, split, heads, GROUPS: tl.constexpr, PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
@@ -113,11 +88,24 @@ def _add_entries(
     sink_tokens, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output after the entries of one more block."""
+    """The running maximum, sum and output after the entries of one more block, whose positions are ``place``. No row
+    sees a key after its ``last``."""
     k = _entries(keys, table, entry, inside, page_size, page_stride_k, head_k, width, WIDTH)
     v = _entries(values, table, entry, inside, page_size, page_stride_v, head_v, value_width, VALUE_WIDTH)
-    score = _scores(query, k, place, position, last, scale, softcap, window, sink_tokens)
-    return _add(score, v, running, weight, result)
+    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    if softcap > 0.0:
+        ratio = tl.exp(2.0 * (score / softcap))
+        score = softcap * (1.0 - 2.0 / (ratio + 1.0))
+    seen = place[None, :] <= last[:, None]
+    if window > 0:
+        seen = seen & ((position[:, None] - place[None, :] < window) | (place[None, :] < sink_tokens))
+    score = tl.where(seen, score, float("-inf"))
+    best = tl.maximum(running, tl.max(score, 1))
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    chance = tl.exp(score - safe[:, None])
+    fade = tl.exp(running - safe)
+    result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+    return best, weight * fade + tl.sum(chance, 1), result
 
 
 @triton.jit
@@ -175,7 +163,7 @@ def _merge(
     return result / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _attend(
     q, keys, values, out, outputs, tops, sums, done, sinks, row_span, start, offset, count, tree, tables, positions,
     paths, scale, softcap, window, sink_tokens, page_size, table_stride, path_stride, first, rows, heads, row_stride_q,
@@ -363,8 +351,7 @@ class TritonAttention(Backend[TritonTables]):
         q = _rows(query.q)
         count, heads, kv_heads = sizes.rows, q.shape[1], keys.shape[1]
         width, value_width = keys.shape[3], values.shape[3]
-        strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
-        where = {name: parts[name] for name in ("row_span", "offset", "tables")}
+        names = ("row_span", "start", "offset", "count", "tree", "tables", "positions", "paths")
         groups = heads // kv_heads
         padded = triton.next_power_of_2(groups)
         block = max(1, LANES // padded)  # one size for every batch: a larger tile sums in another order
@@ -378,15 +365,16 @@ class TritonAttention(Backend[TritonTables]):
         for first in range(0, count, most):
             _attend[(min(most, count - first), kv_heads, splits)](
                 q, keys, values, out, outputs, tops, sums, done, sums if query.sinks is None else query.sinks,
-                **where, start=parts["start"], count=parts["count"], tree=parts["tree"], positions=parts["positions"],
-                paths=parts["paths"] if sizes.nodes else parts["tree"], scale=query.scale,
-                softcap=query.softcap or 0.0, window=query.window or 0, sink_tokens=query.sink_tokens,
-                page_size=pool.page_size, table_stride=sizes.pages, path_stride=sizes.nodes, first=first,
-                rows=most + block, heads=heads, row_stride_q=q.stride(0), page_stride_k=strides[0],
-                head_stride_k=strides[1], page_stride_v=strides[2], head_stride_v=strides[3], GROUPS=groups,
-                PADDED=padded, ROWS=block, KEYS=KEYS, SPLITS=splits, WIDTH=width,
-                WIDTH_PADDED=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
-                VALUE_PADDED=max(16, triton.next_power_of_2(value_width)), TREES=sizes.nodes > 0,
+                **{name: parts[name] for name in names}, scale=query.scale, softcap=query.softcap or 0.0,
+                window=query.window or 0, sink_tokens=query.sink_tokens, page_size=pool.page_size,
+                table_stride=sizes.pages, path_stride=sizes.nodes, first=first, rows=most + block, heads=heads,
+                row_stride_q=q.stride(0), page_stride_k=keys.stride(0), head_stride_k=keys.stride(1),
+                page_stride_v=values.stride(0), head_stride_v=values.stride(1), GROUPS=groups, PADDED=padded,
+                ROWS=block, KEYS=KEYS, SPLITS=splits, WIDTH=width, VALUE_WIDTH=value_width, TREES=sizes.nodes > 0,
+                WIDTH_PADDED=max(16, triton.next_power_of_2(width)),
+                VALUE_PADDED=max(16, triton.next_power_of_2(value_width)),
                 SINKS=query.sinks is not None, CAUSAL=query.causal,
+                num_stages=1,  # more take shared memory that GPUs with 99 KB lack where heads are wide
+                enable_fp_fusion=False,  # or else ptxas may round a tree's sums otherwise than a chain's
             )  # fmt: skip
         return out

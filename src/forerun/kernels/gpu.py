@@ -21,6 +21,9 @@ import torch
 log = logging.getLogger("forerun")
 OLDEST = (8, 0)
 """The least compute capability: it has bfloat16."""
+VARYING = ["input_ids", "positions", "row_span", "start", "fed", "offset", "count", "tree", "tables", "paths", "first",
+           "table_stride", "path_stride", "rows", "limits", "keys", "steps", "depths", "now", "most"]  # fmt: skip
+"""Kernels' arguments whose alignment and value follow the number of rows: Triton would compile them again for each."""
 
 
 def interpreted() -> bool:
@@ -61,7 +64,7 @@ def serves(device: torch.device) -> bool:
     """Whether our kernels in Triton compute on ``device``. A GPU on which they cannot is named in the log, once."""
     if device.type == "cpu":
         return interpreted()
-    return device.type == "cuda" and torch.cuda.is_available() and _check(device) is None
+    return device.type == "cuda" and torch.cuda.is_available() and _check(device)
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
@@ -145,18 +148,12 @@ def warn(message: str) -> None:
 
 
 @cache
-def _check(device: torch.device) -> str | None:
-    reason = refusal(find_spec("triton") is not None, torch.cuda.get_device_capability(device))
-    if reason is not None:
-        warn(f"{reason}; torch's own run instead, slower and not the same at every number of rows")
-    return reason
-
-
-def refusal(has_triton: bool, capability: tuple[int, int]) -> str | None:
-    """Why our kernels do not run on a GPU; None: they do."""
-    if not has_triton:
-        return "Forerun's kernels for GPUs need Triton: pip install triton"
-    if capability < OLDEST:
-        had, least = (f"{major}.{minor}" for major, minor in (capability, OLDEST))
-        return f"Forerun's kernels for GPUs need compute capability {least}, and this GPU has {had}"
-    return None
+def _check(device: torch.device) -> bool:
+    """Whether our kernels run on this GPU. The log says why they do not."""
+    capability = torch.cuda.get_device_capability(device)
+    if find_spec("triton") is not None and capability >= OLDEST:
+        return True
+    old = "compute capability {}.{}, and this GPU has {}.{}".format(*OLDEST, *capability)
+    end = "torch's own run instead, slower and not the same at every number of rows"
+    warn(f"Forerun's kernels for GPUs need {old if capability < OLDEST else 'Triton: pip install triton'}; {end}")
+    return False

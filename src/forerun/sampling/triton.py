@@ -56,14 +56,14 @@ def _largest(row, goal, peak, size, floor, BLOCK: tl.constexpr, MASS: tl.constex
     return low
 
 
-@triton.jit
-def _restrict(logits, out, options, size, BLOCK: tl.constexpr):
-    """One row: the logits over the temperature, and -inf outside min-p, top-k and top-p. ``options`` are four numbers
+@triton.jit(do_not_specialize=gpu.VARYING)
+def _restrict(logits, out, limits, size, BLOCK: tl.constexpr):
+    """One row: the logits over the temperature, and -inf outside min-p, top-k and top-p. ``limits`` are four numbers
     a row: temperature (0: the row stays as it is), log of min-p, top-p (1: all) and top-k (0: all)."""
     which = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(options + 4 * which)
-    least_log, top_p = tl.load(options + 4 * which + 1), tl.load(options + 4 * which + 2)
-    top_k = tl.load(options + 4 * which + 3)
+    temperature = tl.load(limits + 4 * which)
+    least_log, top_p = tl.load(limits + 4 * which + 1), tl.load(limits + 4 * which + 2)
+    top_k = tl.load(limits + 4 * which + 3)
     source, row = logits + which * size, out + which * size
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
     divisor = tl.where(temperature > 0.0, temperature, 1.0)
@@ -107,7 +107,7 @@ def _gumbel(words, odd, plus):
     return -tl.log(-small)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _choose(scores, words, keys, parts, out, done, size, BLOCK: tl.constexpr, MOST: tl.constexpr):
     """One block of one row: its best score with noise, and the first id that has it; the last program of a row writes
     the best of all. ``keys`` are three numbers a row: whether it has noise, and the halves of its key."""

@@ -1,6 +1,8 @@
 """The path of a GPU on a CPU: kernels under Triton's interpreter, and the rounds around them without a graph."""
 
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from unittest.mock import Mock
@@ -249,6 +251,15 @@ def test_gpus_that_our_kernels_do_not_serve(has_triton, capability, reason, monk
         assert gpu.serves(torch.device("cuda", number)) is (reason is None)
     end = "; torch's own run instead, slower and not the same at every number of rows"
     assert said.messages == ([] if reason is None else [reason + end])
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_and_add_in_one_order():
+    """By Triton and ptxas. A chain's and a tree's attention have one order, and so have products with every tile."""
+    script = Path(__file__).parents[3] / "lab" / "benchmarks" / "gpu_compile.py"
+    ran = subprocess.run([sys.executable, script, "quick", "86"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len({line.split()[0] for line in ran.stdout.splitlines() if line.startswith("_")}) == 8
 
 
 def no_graphs(asks):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ SERIAL_ROWS = 4 * ROWS
 """From more rows on, one program adds all parts of the inputs: there are programs enough."""
 GROUP = 32
 """Inputs of a block with a scale of its own."""
+WARP_BYTES = 512
+"""What the 32 threads of a warp read at once, 16 bytes each."""
 GATES = ("", "silu", "gelu_tanh")
 """Activations between a gate and an input."""
 NUMBERS, OUTPUTS, FOUR, EIGHT, SIX = range(5)
@@ -59,13 +61,14 @@ def _inputs(x, m, live, k, inverse, gain, K: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _inverse_norm(x, m, live, epsilon, K: tl.constexpr, BM: tl.constexpr, SUMMED: tl.constexpr):
-    """1 / sqrt(mean(x^2) + epsilon) of each row."""
-    square = tl.zeros([BM], tl.float32)
-    for first in range(0, K, SUMMED):
+    """1 / sqrt(mean(x^2) + epsilon) of each row. SUMMED inputs are what one warp reads at once: with more, the order of
+    sums would depend on the number of warps."""
+    square = tl.zeros([BM, SUMMED], tl.float32)
+    for first in tl.range(0, K, SUMMED, loop_unroll_factor=4):
         k = first + tl.arange(0, SUMMED)
         wide = tl.load(x + m[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-        square += tl.sum(wide.to(tl.float32) * wide.to(tl.float32), 1)
-    return 1.0 / tl.sqrt(square / K + epsilon)
+        square += wide.to(tl.float32) * wide.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(square, 1) / K + epsilon)
 
 
 @triton.jit
@@ -160,7 +163,7 @@ def _activate(gate, up, GATE: tl.constexpr):
     return gate * up
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _rows_linear(
     x, w, top, scales, minima, steps, least_steps, bias, gain, residual, out, partial, done, rows, N, epsilon,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
@@ -256,15 +259,12 @@ def _take_rows(
     tl.store(where[None, :], value.to(out.dtype.element_ty), mask=(k < K)[None, :])
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """How the kernel divides its work. No bit depends on it."""
 
     outputs: int
     warps: int
     stages: int
-    rows: int = ROWS
-    """Rows of a tile where one program adds all parts of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -337,10 +337,10 @@ def autotune(layers: Iterable[Linear], processor: str) -> None:
         record = Record("gpu_tiles", processor, triton.__version__, shape)
         usable = alike[0].usable_tiles()
         kept = record.read()
-        tile = next((each for each in usable if [each.outputs, each.warps, each.stages] == kept), None)
+        tile = next((each for each in usable if [*each] == kept), None)
         if tile is None:
             tile = min(usable, key=lambda each: _milliseconds(alike, each))
-            record.write([tile.outputs, tile.warps, tile.stages])
+            record.write([*tile])
             log.info("the fastest tile for %s on %s: %s", shape, processor, tile)
         for layer in alike:
             layer.tile = tile
@@ -518,18 +518,17 @@ class TritonLinear:
         if not rows:
             return out
         serial = cut.parts == 1 or rows > SERIAL_ROWS
-        high = tile.rows if serial and rows > ROWS else ROWS
-        grid = (-(-rows // high), -(-N // tile.outputs), 1 if serial else cut.parts)
+        grid = (-(-rows // ROWS), -(-N // tile.outputs), 1 if serial else cut.parts)
         partial = out if serial else torch.empty(cut.parts * rows * N, dtype=torch.float32, device=x.device)
         done = out if serial else gpu.counters(x.device, grid[0] * grid[1])
         gain, epsilon = (x, 0.0) if self.norm is None else self.norm
         _rows_linear[grid](
             x, *self.weight.tensors(), x if self.bias is None else self.bias, gain,
-            x if add is None else add.contiguous(), out, partial, done, rows, N, epsilon, K=K, BM=high,
+            x if add is None else add.contiguous(), out, partial, done, rows, N, epsilon, K=K, BM=ROWS,
             BN=tile.outputs, BK=cut.step, PER=cut.per, PARTS=cut.parts, SERIAL=serial, **self.weight.constants(),
             NORM=self.norm is not None, BIAS=self.bias is not None, GATE=GATES.index(self.gate),
-            RESIDUAL=add is not None, SUMMED=min(1024, triton.next_power_of_2(K)), num_warps=tile.warps,
-            num_stages=tile.stages,
+            RESIDUAL=add is not None, SUMMED=WARP_BYTES // x.element_size(), num_warps=tile.warps,
+            num_stages=tile.stages, enable_fp_fusion=False,  # or else ptxas rounds other forms of a sum otherwise
         )  # fmt: skip
         return out
 

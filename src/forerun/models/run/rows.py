@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from forerun.kernels import gpu
+
 
 @triton.jit
 def _norm(
@@ -68,7 +70,7 @@ class TritonNorm:
         return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _rotate(heads, table, positions, width, numbers, stride, BLOCK: tl.constexpr):
     """All heads of one row in place: pairs side by side, and a table of [cosine, sine] for each."""
     row = tl.program_id(0).to(tl.int64)

@@ -38,7 +38,7 @@ FIELDS = 5
 score and the token of the second choice; floats as their bits."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=gpu.VARYING)
 def _advance(
     best, second, sure, ids, found, steps, depths, keys, now, input_ids, positions, start, fed, row_span, rows, most,
     FIELDS: tl.constexpr, REDUCED: tl.constexpr, SURE: tl.constexpr,
