@@ -6,22 +6,32 @@ from pathlib import Path
 import pytest
 import torch
 from harness import answers, check_idle, run
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams
 from forerun.attention.triton import TritonAttention
+from forerun.engine.trials import trials
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.heads.head import Sizes
+from forerun_lab.heads.dflash import TrainedDFlash
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 from waits import HostWaits
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
 pytestmark = [pytest.mark.slow, *([ON_GPU] if torch.cuda.is_available() else [])]
 ON_DEVICE = ("draft_model", "eagle", "mtp", "dflash")
-PLAIN_BLOCK = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48}
-"""Options of a block in which no choice depends on another."""
+BLOCK = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48}
+BLOCKS = {
+    "dflash": {**BLOCK, "draft_vocab_size": 70},
+    "dflash of Domino": {**BLOCK, "domino": {"state": 8, "inner": 8, "first": 1}},
+}
+"""Options of blocks in which no choice depends on another, and in which one reads all before."""
 WAITS = {
     "plain": 1, **dict.fromkeys((*ON_DEVICE, "suffix", "cascade", "eagle without graphs"), 1),
-    "draft_model with a threshold": 2, "dflash of all parts": 11,
+    "dflash of all parts": 1, "dflash of Domino": 1, "dflash with a threshold": 2, "draft_model with a threshold": 2,
 }  # fmt: skip
 """How often the host waits for the GPU in a round of two requests, at most, by drafter."""
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
@@ -87,9 +97,10 @@ def way_of(method, target, folder):
         return None
     name, *more = method.split()
     way = {"method": name, "num_speculative_tokens": 2, **drafters[name].example(Path(target), folder)}
-    if method == "dflash":
-        drafters[name].head_class.example(Sizes(32, len(ALPHABET), 1, 4, PLAIN_BLOCK)).save(folder)
-    return {**way, "confidence_threshold": 0.02} if "threshold" in more else way
+    if method in BLOCKS:
+        torch.manual_seed(0)
+        TrainedDFlash(Sizes(32, len(ALPHABET), 1, 4, BLOCKS[method])).save(folder)
+    return {**way, "confidence_threshold": 0.88 if name == "dflash" else 0.02} if "threshold" in more else way
 
 
 @pytest.mark.parametrize("method", WAITS)
@@ -115,6 +126,45 @@ def test_every_drafter_and_its_waits(target, prompts, tmp_path, on_gpu, monkeypa
     assert answers(got) == answers(plain)
     assert drafted(got) == drafted(expected)
     assert max(map(len, found)) == WAITS[method], found
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_rounds_that_are_timed_wait_once(target, tmp_path, on_gpu, monkeypatch, method):
+    """Also where a verification has more rows than the drafter drafts."""
+    built, waits = on_gpu(way_of(method, target, tmp_path)), HostWaits(monkeypatch)
+    with waits, trials(built, 2) as (time_round, _):
+        for depth, rows in ((0, 1), (2, 3), (1, 4)):
+            waits.found.clear()
+            assert time_round(method, depth, rows).rows == 2 * rows
+            assert len(waits.found) == 1
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What Triton would compile on a GPU for the calls so far."""
+    found, binders, interpret = set(), {}, InterpretedFunction.run
+
+    def run(kernel, *given, grid, warmup, **options):
+        if kernel not in binders:
+            jitted = JITFunction(kernel.fn, **kernel.kwargs)
+            backend = CUDABackend(GPUTarget("cuda", 90, 32))
+            binders[kernel] = create_function_from_signature(jitted.signature, jitted.params, backend)
+        found.add((kernel.__name__, *map(str, binders[kernel](*given, **options)[1:])))
+        return interpret(kernel, *given, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("method", ["draft_model", "dflash of all parts"])
+def test_other_lengths_and_more_requests_need_no_other_kernel(target, tmp_path, on_gpu, compiled, method):
+    built = on_gpu(way_of(method, target, tmp_path))
+    run(built, [("hello, hello", options(temperature=0.8))])
+    known = {*compiled}
+    for lengths in ([5, 7], [11, 9, 2], [3], [8]):
+        run(built, [("hello, hello"[:length], options(temperature=0.8)) for length in lengths])
+    assert compiled == known
+    assert len({name for name, *_ in known}) >= 7
 
 
 @pytest.mark.parametrize("method", ON_DEVICE)

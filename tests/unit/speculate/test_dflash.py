@@ -12,11 +12,7 @@ from transformers import AutoModelForCausalLM
 from drafting import drafts_of, first_draft
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.models.files.open import Checkpoint
-from forerun.speculate.draft.heads.dflash import DFlash
-from forerun.speculate.draft.heads.head import Sizes
-from forerun_lab.heads.dflash import TrainedDFlash
 from refusals import refused
-from tiny import ALPHABET
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, MASK, RANK = 4, 2, 16, 24, 2, 1, 8
@@ -342,39 +338,3 @@ def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
         folder = write(tmp_path / str(index), said, tensors)
         config = {"method": "dflash", "model": str(folder)}
         refused(ForerunError, message, LLM, tiny_target, speculative_config=config)
-
-
-@pytest.mark.parametrize("reduced", [None, 40])
-def test_choices_that_do_not_depend_on_each_other_are_made_at_once(tiny_target, tmp_path, monkeypatch, reduced):
-    """The drafts are those of one level after another."""
-    sizes = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "draft_vocab_size": reduced}
-    TrainedDFlash(Sizes(32, len(ALPHABET), 2, 4, sizes)).save(tmp_path)
-    made, together = [], []
-    propose, choose = DFlash.propose, DFlash._choose
-
-    def rows(trials, q):
-        return [(node, None if row < 0 else q[row].tolist()) for node, row in trials]
-
-    def record(self, sequences, budgets):
-        drafts = propose(self, sequences, budgets)
-        made.append([(each.tokens, each.parents, *map(rows, each.trials, [each.q] * 9)) for each in drafts])
-        return drafts
-
-    monkeypatch.setattr(DFlash, "propose", record)
-    monkeypatch.setattr(DFlash, "_choose", lambda self, *given: together.append(1) or choose(self, *given))
-    ways = [{}, {"temperature": 0.9, "top_k": 5}, {"temperature": 1.2, "min_p": 0.1}]
-    for one_by_one in (False, True):
-        llm = LLM(
-            tiny_target, speculative_config={"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 4}
-        )
-        (drafter,) = llm.engine.router.drafters.values()
-        drafter.independent &= not one_by_one
-        params = [
-            SamplingParams(**{"temperature": 0.0, "max_tokens": 9, "seed": 4, "ignore_eos": True, **way})
-            for way in ways
-        ]
-        llm.generate([PROMPT, PROMPT[:4], PROMPT[2:]], params)
-    assert together
-    half = len(made) // 2
-    assert made[:half] == made[half:]
-    assert {len(tokens) for drafts in made for tokens, *_ in drafts} >= {3, 4}

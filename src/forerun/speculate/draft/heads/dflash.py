@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -181,9 +183,12 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         domino = self.head.options["domino"] is not None
         if self.learner is not None and domino:
             raise ConfigError("Domino's correction does not learn while it serves: remove adapt")
-        one_by_one = config.branches or config.confidence_threshold is not None or self.chooser.rule.needs_q
-        self.independent = not (one_by_one or domino or self.head.options["markov"] or self.head.options["selector"])
+        floor, has = config.confidence_threshold is not None, self.head.options
+        self.independent = not (domino or has["markov"] or has["selector"] or floor)
         """Whether no choice depends on another."""
+        one_by_one = config.branches or self.chooser.rule.needs_q or (floor and not has["confidence"])
+        self.kernels: Any = None if one_by_one else self.chooser.sampler.noise.on_gpu
+        """Choose tokens that stay on the GPU until all of a chain are chosen."""
 
     def find_chains(self) -> None:
         self.chains = None
@@ -199,8 +204,8 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
     ) -> list[Draft]:
         self._read(spans, feature)
         states, logits = self._fill([sequences[index] for index in ready])
-        if self.independent and all(can_chain(sequences[index]) for index in ready):
-            return self._choose(sequences, budgets, ready, logits)
+        if self.kernels is not None and all(can_chain(sequences[index]) for index in ready):
+            return self._choose_late(sequences, budgets, ready, states, logits)
         slot = {index: i for i, index in enumerate(ready)}
 
         def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
@@ -213,14 +218,11 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             slots = [slot[index] for index, _ in frontier]
-            before, rows = previous(frontier, drafts), logits[slots, depth]
-            if (domino := self.head.options["domino"]) is not None:
-                embedded = self.context.target.embed(before).to(states.dtype)
-                parents = [(index, drafts[index].parents[node]) for index, node in frontier if node >= 0]
-                kept = torch.stack([memories[each] for each in parents]) if parents else None
-                memory = self.head.remember(embedded, kept)
-                memories.update(zip(frontier, memory))
-                rows = rows if depth < domino["first"] else rows + self.head.correct(states[slots, depth], memory)
+            parents = [(index, drafts[index].parents[node]) for index, node in frontier if node >= 0]
+            kept = torch.stack([memories[each] for each in parents]) if parents and memories else None
+            before = previous(frontier, drafts)
+            rows, memory = self._correct(depth, logits[slots, depth], states[slots, depth], before, kept)
+            memories.update(zip(frontier, () if memory is None else memory))
             return self.revise(rows, states[slots, depth], before)
 
         def confidence(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
@@ -230,28 +232,40 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         estimate = confidence if self.head.options["confidence"] else None
         return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
 
-    def _choose(
-        self, sequences: Requests, budgets: Sequence[int], ready: list[int], logits: torch.Tensor
+    def _correct(
+        self, depth: int, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Domino's correction of ``logits`` behind the tokens ``before``, and its GRU after them; ``memory``: then."""
+        if (domino := self.head.options["domino"]) is None:
+            return logits, None
+        memory = self.head.remember(self.context.target.embed(before).to(states.dtype), memory)
+        return logits if depth < domino["first"] else logits + self.head.correct(states, memory), memory
+
+    def _choose_late(
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], states: torch.Tensor, logits: torch.Tensor
     ) -> list[Draft]:
-        """Chains by ``grow``, whose tokens are all chosen at once since none depends on another."""
-        rows = [(slot, depth) for slot, index in enumerate(ready) for depth in range(budgets[index])]
-        of = [sequences[ready[slot]] for slot, _ in rows]
-        places = gpu.send([slot * logits.shape[1] + depth for slot, depth in rows], logits.device)
-        scores = self.to_target_ids(logits.flatten(0, 1).index_select(0, places))
-        contexts = [self.chooser.row(sequence, [0] * depth) for sequence, (_, depth) in zip(of, rows)]
-        drafts, kernels = [Draft() for _ in sequences], self.chooser.sampler.noise.on_gpu
-        if kernels is not None:
-            found = kernels.find(warp(self.chooser.align(scores), contexts), target_keys(contexts)).view(-1)
-            late, entries = gpu.HostCopy(found), iter(range(1, len(found), 2))
-            for index in ready:
-                drafts[index] = Draft.late_chain(late, [next(entries) for _ in range(budgets[index])])
-            return drafts
-        ids, q, q_rows = self.chooser.choose(scores, contexts, [depth - 1 for _, depth in rows])
-        for (slot, depth), tokens, row in zip(rows, ids, q_rows):
-            draft = drafts[ready[slot]]
-            draft.q = q
-            if tokens and len(draft) == depth:  # nothing follows where no token is permitted
-                draft.add(tokens[0], depth - 1, row)
+        """Chains by ``grow``, whose tokens stay on the GPU. The host waits for them only where it has to cut them."""
+        chosen, depth = [sequences[index] for index in ready], max(budgets[index] for index in ready)
+        floor, parts, memory = self.config.floor, list[torch.Tensor](), None
+        before = gpu.send([sequence.tokens[-1] for sequence in chosen], logits.device)
+        for steps in [range(depth)] if self.independent else [range(i, i + 1) for i in range(depth)]:
+            rows, hidden = (side[:, steps[0] : steps[-1] + 1].flatten(0, 1) for side in (logits, states))
+            contexts = [self.chooser.row(sequence, [0] * step) for sequence in chosen for step in steps]
+            rows, memory = self._correct(steps[0], rows, hidden, before, memory)
+            scores = warp(self.chooser.align(self.revise(rows, hidden, before)), contexts)
+            found = self.kernels.find(scores, target_keys(contexts))
+            if floor > -inf:
+                found = torch.cat([found, self.head.log_confidence(hidden, before).view(torch.int32)[:, None]], 1)
+            parts.append(found.unflatten(0, (len(chosen), len(steps))))
+            before = found[:, 1].long()
+        found, drafts = torch.cat(parts, 1), [Draft() for _ in sequences]
+        late, size = gpu.HostCopy(found.flatten()), found.shape[2]
+        counts = [budgets[index] for index in ready]
+        if floor > -inf:
+            sums = late.read().numpy().view(np.float32).reshape(found.shape)[:, :, 2].cumsum(1, np.float64)
+            counts = [1 + int((row[: count - 1] >= floor).cumprod().sum()) for row, count in zip(sums, counts)]
+        for slot, (index, count) in enumerate(zip(ready, counts)):
+            drafts[index] = Draft.late_chain(late, [size * (slot * depth + step) + 1 for step in range(count)])
         return drafts
 
     def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
