@@ -13,15 +13,19 @@ first two parts do all of that, and what follows needs them.
 """
 
 import copy
+import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from math import inf
+from multiprocessing import get_context
 from pathlib import Path
 
 INTERPRET = "--interpret" in sys.argv
@@ -42,7 +46,7 @@ from forerun.speculate.draft import drafters  # noqa: E402
 from forerun.speculate.draft.heads.head import Sizes  # noqa: E402
 
 DEVICE = "cpu" if INTERPRET else "cuda"
-LIMITS = {"bits": 35, "identity": 40, "linears": 40, "speed": 50, "drafts": 35, "chains": 40}
+LIMITS = {"bits": 35, "identity": 50, "linears": 40, "speed": 50, "drafts": 30, "chains": 35}
 """Seconds of each part on a GPU."""
 RATES = [0.8, 0.65, 0.5, 0.4]
 """Synthetic acceptance of four drafted tokens."""
@@ -118,30 +122,36 @@ def mtp(place, target):
     return {"method": "mtp", **drafters["mtp"].example(Path(target), folder)}
 
 
-def identity(place):
-    sizes = TINY if INTERPRET else SMALL
-    target = saved(place, "bits", sizes, 0.3 if INTERPRET else 0.08)
-    ways = [{"method": "draft_model", "model": target, "num_speculative_tokens": 2}, head(place, "eagle", sizes),
-            mtp(place, target), head(place, "dflash", sizes),
-            {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
-    ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}]
+def answers(target, dtype, way):
+    """What several requests get, in a process of its own."""
     size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 4, {"max_tokens": 40})
     options.update(seed=7, ignore_eos=True)
     asked = [
         [(prompt, SamplingParams(**each, **options)) for each in together for prompt in prompts(count, 8, size)]
         for together in TOGETHER
     ]
-    for dtype in ("float32",) if INTERPRET else ("float32", "bfloat16"):
-        plain = None
-        for way in (None, *ways):
-            llm = LLM(target, device=DEVICE, dtype=dtype, speculative_config=way, page_size=16, max_model_len=256)
-            out = [each for pairs in asked for each in llm.generate(*map(list, zip(*pairs)), use_tqdm=False)]
-            answers = [list(each.outputs[0].token_ids) for each in out]
-            plain = plain or answers
-            same = sum(map(list.__eq__, plain, answers))
+    limits = {"page_size": 16, "max_model_len": 256, "kv_cache_memory": "1GiB"}  # several share the GPU
+    llm = LLM(target, device=DEVICE, dtype=dtype, speculative_config=way, **limits)
+    out = [each for pairs in asked for each in llm.generate(*map(list, zip(*pairs)), use_tqdm=False)]
+    llm.close()
+    return [list(each.outputs[0].token_ids) for each in out]
+
+
+def identity(place):
+    sizes = TINY if INTERPRET else SMALL
+    target = saved(place, "bits", sizes, 0.3 if INTERPRET else 0.08)
+    ways = [None, {"method": "draft_model", "model": target, "num_speculative_tokens": 2}, head(place, "eagle", sizes),
+            mtp(place, target), head(place, "dflash", sizes),
+            {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
+    ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}]
+    dtypes, plain = ("float32",) if INTERPRET else ("bfloat16", "float32"), {}
+    asked = [(target, dtype, way) for dtype in dtypes for way in ways]
+    # Side by side, since Triton compiles for most of the time.
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(asked)), get_context("spawn")) as pool:
+        for (_, dtype, way), found in zip(asked, pool.map(answers, *zip(*asked))):
+            same = sum(map(list.__eq__, plain.setdefault(dtype, found), found))
             name = "plain" if way is None else way["method"] + (" as a tree" if "tree" in way else "")
-            report("identity", f"{dtype} {name}", f"{same} of {len(answers)}", "all", same == len(answers))
-            llm.close()
+            report("identity", f"{dtype} {name}", f"{same} of {len(found)}", "all", same == len(found))
 
 
 def milliseconds(run, count=30):
@@ -182,7 +192,10 @@ def linears(place):
     for outputs, inputs in SHAPES:
         copies = max(1, int(2e8 / (2 * outputs * inputs)))  # more than caches hold
         weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
-        four = ours.quantized(weights[0], None, name="q4_0")
+        few = ours.quantized(weights[0][:64], None, name="q4_0").weight  # all of them would take seconds
+        more = {"outputs": outputs, "levels": few.levels.repeat(1, outputs // 64, 1),
+                "scales": few.scales.repeat(1, outputs // 64)}  # fmt: skip
+        four = ours.TritonLinear(dataclasses.replace(few, **more), None, torch.bfloat16)
         ways = {
             "ours": [ours.make(weight, None) for weight in weights],
             "cublas": [cublas(weight) for weight in weights],
@@ -337,8 +350,8 @@ def main():
         for part in parts or (["bits", "identity"] if INTERPRET else LIMITS):
             command = [sys.executable, __file__, "--in", *(["--interpret"] if INTERPRET else []), place, part]
             began, limit, results = time.monotonic(), 900 if INTERPRET else LIMITS[part], []
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-                end = threading.Timer(limit, run.kill)
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+                end = threading.Timer(limit, os.killpg, (run.pid, signal.SIGKILL))  # and what it started
                 end.start()
                 for line in run.stdout:
                     if line.startswith("COUNT"):
