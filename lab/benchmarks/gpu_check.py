@@ -46,6 +46,7 @@ from forerun.speculate.draft import drafters  # noqa: E402
 from forerun.speculate.draft.heads.head import Sizes  # noqa: E402
 
 DEVICE = "cpu" if INTERPRET else "cuda"
+DTYPES = ("bfloat16",) if INTERPRET else ("bfloat16", "float32")  # tests run the interpreter in float32
 LIMITS = {"bits": 35, "identity": 50, "linears": 40, "speed": 50, "drafts": 30, "chains": 35}
 """Seconds of each part on a GPU."""
 RATES = [0.8, 0.65, 0.5, 0.4]
@@ -95,7 +96,7 @@ def prompts(count, length, size):
 
 def bits(place):
     target = saved(place, "bits", TINY if INTERPRET else SMALL, 0.3 if INTERPRET else 0.08)
-    for dtype in ("float32",) if INTERPRET else ("float32", "bfloat16"):
+    for dtype in DTYPES:
         model = load_model(target, device=DEVICE, dtype=dtype, invariant=None)
         report("bits", f"{dtype} invariant", model.invariant, True, model.invariant)
         options = {"rows": 4, "chunks": (3,)} if INTERPRET else {"rows": 100}
@@ -144,8 +145,7 @@ def identity(place):
             mtp(place, target), head(place, "dflash", sizes),
             {"method": "draft_model", "model": target, "tree": [2, 1]}]  # fmt: skip
     ways += [] if INTERPRET else [{"method": "suffix"}, {"method": "ngram"}]
-    dtypes, plain = ("float32",) if INTERPRET else ("bfloat16", "float32"), {}
-    asked = [(target, dtype, way) for dtype in dtypes for way in ways]
+    plain, asked = {}, [(target, dtype, way) for dtype in DTYPES for way in ways]
     # Side by side, since Triton compiles for most of the time.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(asked)), get_context("spawn")) as pool:
         for (_, dtype, way), found in zip(asked, pool.map(answers, *zip(*asked))):

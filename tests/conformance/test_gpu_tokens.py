@@ -167,7 +167,7 @@ def test_other_lengths_and_more_requests_need_no_other_kernel(target, tmp_path, 
     assert len({name for name, *_ in known}) >= 7
 
 
-@pytest.mark.parametrize("method", ON_DEVICE)
+@pytest.mark.parametrize("method", [*ON_DEVICE, "dflash of all parts"])
 def test_sampling_options(target, prompts, tmp_path, on_gpu, method):
     sets = [[(prompts[1][-2:], each) for each in chosen] for chosen in (ON_THE_GPU, ON_THE_HOST)]
     plain = engine(target)
@@ -203,7 +203,7 @@ def chat(engine, prompts):
     return [*texts, *drafted([first, third])], third.metrics.num_cached_tokens
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("method", [*ON_DEVICE, "dflash of all parts"])
 def test_preemption_cancels_and_prefix_hits(target, prompts, tmp_path, on_gpu, method):
     way = way_of(method, target, tmp_path)
     expected, hits = chat(engine(target, way), prompts)
