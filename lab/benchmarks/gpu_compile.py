@@ -170,6 +170,7 @@ def compile_all():
     attend(torch.bfloat16, 2, 1, 64, {"window": 1, "sink_tokens": 1}, page_size=1)
     for width in (256, 512):  # Gemma's
         attend(torch.bfloat16, 8, 1, width, {})
+        attend(torch.float32, 8, 1, width, {})
 
 
 def registers(compiled):

@@ -23,8 +23,8 @@ from forerun.core.batch import Batch
 from forerun.core.tree import node_paths
 from forerun.kernels import gpu
 
-KEYS = 64
-"""Keys of a block."""
+KEYS, WIDE = 64, 1024
+"""Keys of a block; heads of ``WIDE`` bytes have half as many, so that 99 KB of shared memory suffice."""
 SPLITS = 16
 LANES = 16
 """Queries of a tile: rows by heads that share keys."""
@@ -354,6 +354,7 @@ class TritonAttention(Backend[TritonTables]):
         names = ("row_span", "start", "offset", "count", "tree", "tables", "positions", "paths")
         groups = heads // kv_heads
         padded = triton.next_power_of_2(groups)
+        widths = [max(16, triton.next_power_of_2(each)) for each in (width, value_width)]
         block = max(1, LANES // padded)  # one size for every batch: a larger tile sums in another order
         out = q.new_empty(q.shape[0], heads * value_width)
         most, splits = min(count, MOST_ROWS), 2 if gpu.interpreted() else SPLITS
@@ -370,11 +371,11 @@ class TritonAttention(Backend[TritonTables]):
                 table_stride=sizes.pages, path_stride=sizes.nodes, first=first, rows=most + block, heads=heads,
                 row_stride_q=q.stride(0), page_stride_k=keys.stride(0), head_stride_k=keys.stride(1),
                 page_stride_v=values.stride(0), head_stride_v=values.stride(1), GROUPS=groups, PADDED=padded,
-                ROWS=block, KEYS=KEYS, SPLITS=splits, WIDTH=width, VALUE_WIDTH=value_width, TREES=sizes.nodes > 0,
-                WIDTH_PADDED=max(16, triton.next_power_of_2(width)),
-                VALUE_PADDED=max(16, triton.next_power_of_2(value_width)),
+                ROWS=block, KEYS=KEYS if max(widths) * q.element_size() < WIDE else KEYS // 2, SPLITS=splits,
+                WIDTH=width, WIDTH_PADDED=widths[0], VALUE_WIDTH=value_width, VALUE_PADDED=widths[1],
+                TREES=sizes.nodes > 0,
                 SINKS=query.sinks is not None, CAUSAL=query.causal,
-                num_stages=1,  # more take shared memory that GPUs with 99 KB lack where heads are wide
+                num_stages=1,  # more take shared memory that many GPUs lack where heads are wide
                 enable_fp_fusion=False,  # or else ptxas may round a tree's sums otherwise than a chain's
             )  # fmt: skip
         return out
