@@ -8,6 +8,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.engine import tuned
+from forerun.engine.client import EngineFacts
 from forerun.models.files.open import Checkpoint
 from forerun.models.run.hf import read_module
 from forerun.models.text.tokenizer import load_tokenizer
@@ -58,6 +59,7 @@ def test_it_knows_the_capital_of_japan_and_stops(assistant):
     assert answer.text == "The capital of Japan is Tokyo."
     assert answer.finish_reason == "stop"
     assert assistant.model.info.eos_ids == {0, 2}
+    assert EngineFacts.of(assistant.engine).quantization == "Q4_1 and Q8_0"
 
 
 def test_it_calls_a_tool_where_it_must_and_says_what_came_of_it(assistant):

@@ -75,6 +75,7 @@ class EngineFacts:
         tokens = engine.pools[0].num_tokens
         weights = sum(model.info.weight_bytes for model in (engine.model, *engine.router.models()))
         methods = ", ".join(engine.router.drafters) or "none"
+        form = info.path.partition(", ")[2].removeprefix("streamed ") or str(info.dtype).removeprefix("torch.")
         if info.sampling:
             methods += f"; the model's own sampling settings: {info.sampling_line}"
         return cls(
@@ -94,7 +95,7 @@ class EngineFacts:
             architecture=info.architecture,
             weight_bytes=info.weight_bytes,
             memory_bytes=weights + sum(pool.nbytes for pool in engine.pools),
-            quantization=info.quantization or str(info.dtype).removeprefix("torch."),
+            quantization=info.quantization or form,
             device=info.device.type,
             sampling=dict(info.sampling),
         )
