@@ -98,8 +98,8 @@ def closed(properties, *required, **more):
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
 
 
-def until(condition):
-    for _ in range(2000):
+def until(condition, seconds=20):
+    for _ in range(100 * seconds):
         if condition():
             return
         time.sleep(0.01)

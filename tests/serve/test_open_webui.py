@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
-import time
 
 import httpx2
 import pytest
-from running import ASK, chatted, free_port
+from running import ASK, chatted, free_port, until
 
 from here import where
 
@@ -34,16 +32,13 @@ def web(hermes, tmp_path, request):
         program = subprocess.Popen(command, cwd=tmp_path, env=own, stdout=log, stderr=subprocess.STDOUT)
         try:
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                end = time.monotonic() + STARTS
-                while not answers(client):
-                    assert program.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")[-3000:]
-                    assert time.monotonic() < end, "it does not start"
-                    time.sleep(0.5)
+                until(lambda: answers(client) or program.poll() is not None, STARTS)
+                assert program.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")[-3000:]
                 user = client.post("/api/v1/auths/signin", json={"email": "admin@localhost", "password": "admin"})
                 client.headers["Authorization"] = f"Bearer {user.json()['token']}"
                 yield client
         finally:
-            program.send_signal(signal.SIGKILL)
+            program.kill()
             program.wait()
 
 

@@ -1,7 +1,11 @@
 """``docs/serving.md``: what it names exists, what exists it names, and what it asks is answered."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import openai
@@ -13,9 +17,11 @@ from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE
 from forerun.serve.app import create_app
 from forerun.serve.errors import STATUSES
 from forerun.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative
+from here import where
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+PYTHON = os.environ.get("FORERUN_CLIENTS")
 CURL = re.compile(
     r"curl -sN? localhost:8000(\S+) -H 'Content-Type: application/json' -d '(\{.*?\})'(?: \||$)", re.S | re.M
 )
@@ -64,6 +70,18 @@ def test_every_client_of_the_other_page_is_tested():
             assert f'{path}"' in tests, path
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "client",
+    where(lambda name: PYTHON or find_spec(name.replace("-", "_")), first_column("Clients"), "needs FORERUN_CLIENTS"),
+)
+def test_clients(hermes, client):
+    command = [PYTHON or sys.executable, "lab/benchmarks/clients.py", client, "--url", f"{hermes.url}/v1"]
+    done = subprocess.run([*command, "--model", "tiny"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("\n  pass  ") >= 5
+
+
 def test_options():
     panels = serve_options()
     assert set(first_column("Limits and safety")) == panels[""]
@@ -78,7 +96,7 @@ def test_request_fields():
     assert set(re.findall(r"`(\w+)`", listed)) <= set(Generation.model_fields)
     for path, body in CURL.findall(PAGE):
         model = ChatRequest if "chat" in path else CompletionRequest
-        assert set(json.loads(filled(body))) <= set(model.model_fields)
+        assert set(json.loads(body)) <= set(model.model_fields)
 
 
 def test_metrics_of_an_answer(server):
@@ -102,16 +120,11 @@ def test_limits_are_the_codes():
     assert statuses == set(STATUSES)
 
 
-def filled(body):
-    """A body with a choice of the page's loop in place of the shell's variable."""
-    return body.replace("'\"$wish\"'", '{"enabled": false}')
-
-
 def test_curl_examples(server):
     result = CURL.findall(PAGE)
     assert len(result) == PAGE.count("curl -s") == 7
     for path, body in result:
-        answer = server.post(path, json.loads(filled(body)))
+        answer = server.post(path, json.loads(body))
         assert answer.status_code == (400 if "3000" in body else 200), answer.text
 
 

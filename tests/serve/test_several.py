@@ -46,18 +46,14 @@ A, B, C, BROKEN = (f"hf:own/{name}" for name in ("a", "b", "c", "broken"))
 def hub_cache(tmp_path_factory):
     """Three models that answer otherwise, and one that cannot be loaded."""
     cache = tmp_path_factory.mktemp("hub")
-    for index, name in enumerate("abc"):
+    for index, name in enumerate(("a", "b", "c", "broken")):
         folder = cache / f"models--own--{name}" / "snapshots" / "1234"
         save_checkpoint(tiny_llama(initializer_range=0.3 + index / 20), folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         (cache / f"models--own--{name}" / "refs").mkdir()
         (cache / f"models--own--{name}" / "refs" / "main").write_text("1234")
-    broken = cache / "models--own--broken" / "snapshots" / "1234"
-    save_checkpoint(tiny_llama(), broken)
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    (cache / "models--own--broken" / "refs").mkdir()
-    (cache / "models--own--broken" / "refs" / "main").write_text("1234")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
     return cache
 
 

@@ -127,16 +127,11 @@ def test_a_call_that_is_cut_off_before_its_name_is_none(hermes):
 
 
 def test_the_openai_package(client):
-    """Its own types, whole and streamed, and an answer's message back in the next request."""
+    """Its own types, and an answer's message back in the next request; streams are in ``test_serving_page``."""
     options = {"model": "tiny", "tools": TOOLS, "seed": 3, "tool_choice": CHOSEN}
     answer = client.chat.completions.create(messages=ASK, **options)
     (call,) = answer.choices[0].message.tool_calls or []
     check_calls([(call.function.name, call.function.arguments)])
-    with client.chat.completions.stream(messages=ASK, **options) as stream:
-        kinds = {event.type for event in stream}
-        tiled = stream.get_final_completion().choices[0].message.tool_calls or []
-    assert "tool_calls.function.arguments.delta" in kinds
-    assert [c.function.arguments for c in tiled] == [call.function.arguments]
     counts = []
     for content in ("done", [{"type": "text", "text": "done"}]):
         turns = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": content}]
