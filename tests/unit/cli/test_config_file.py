@@ -58,11 +58,8 @@ def test_every_option_can_be_in_the_file(tmp_path):
     assert {name for name, value in from_file.items() if value == parsed()[name]} == set()
 
 
-def test_a_model_needs_no_option(tmp_path):
-    file = tmp_path / "some.yaml"
-    file.write_text("model: other\n", encoding="utf-8")
-    for line in (["a", "--port", "82"], ["--port", "82", "a"], ["--config", file, "--port", "82", "a"]):
-        assert parsed(*line) == parsed("--model", "a", "--port", "82")
+def test_a_model_needs_no_option():
+    assert parsed("a", "--port", "82") == parsed("--port", "82", "a") == parsed("--model", "a", "--port", "82")
     for line in (["a", "b"], ["a", "--model", "b"]):
         with pytest.raises(typer.TyperException, match="unexpected extra argument"):
             parsed(*line)
@@ -70,10 +67,11 @@ def test_a_model_needs_no_option(tmp_path):
 
 def test_the_command_line_wins(tmp_path):
     file = tmp_path / "some.yaml"
-    file.write_text("port: 81\nallowed-host: [a, b]\nprefix-caching: false\nmax-queue: 5\n", encoding="utf-8")
+    file.write_text("model: b\nport: 81\nallowed-host: [a, b]\nprefix-caching: false\nmax-queue: 5\n", encoding="utf-8")
     for line in (["--config", file, "--port", 82], ["--port", 82, "--config", file]):
-        got = parsed(*line, "--allowed-host", "c", "--prefix-caching")
+        got = parsed(*line, "a", "--allowed-host", "c", "--prefix-caching")
         assert (got["port"], list(got["allowed_host"]), got["prefix_caching"], got["max_queue"]) == (82, ["c"], True, 5)
+        assert got["model"] == "a"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
