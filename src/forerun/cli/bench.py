@@ -111,7 +111,7 @@ def bench(
     if "max_num_seqs" in engine:
         raise ConfigError("bench does not support --max-num-seqs: use --concurrency")
     shared = shared_options(speculative_config, speculative)
-    options = with_methods(_measured(measured), engine, shared)
+    options = with_methods(_measured(measured), engine, shared if tuned is None else dict(shared))
     if tuned is not None:
         options["methods"], shared = with_tuned(tuned, engine, options.get("methods", BenchConfig.methods), shared)
     config = BenchConfig(engine=dict(engine), speculative=shared, **options)
@@ -141,19 +141,21 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_methods(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Adds default methods for a model of the user's to ``given``: look-ups, and the head or draft that ``auto`` takes,
-    whose options are put into ``shared``."""
+    """Adds default methods for a model of the user's to ``given``: look-ups, and the head or draft that ``auto`` takes.
+    Its options are put into ``shared``, also where the user named its method, or ``auto``."""
     model = str(engine.get("model", EngineConfig.model))
-    if "methods" in given or model.startswith("forerun:") or {"model", *drafters} & set(shared):
+    if (model.startswith("forerun:") and "methods" not in given) or {"model", *drafters} & set(shared):
         return dict(given)
-    from forerun.engine.auto import known_drafter
+    from forerun.engine.auto import AUTO, known_drafter
 
     options = known_drafter(model, heads=not engine.get("lora")) or {"method": "suffix"}
     method = options.pop("method")
     options.pop("length", None)
-    if options:
+    usual = list(dict.fromkeys([method, "suffix", "ngram"]))
+    methods = [method if each == AUTO else each for each in given.get("methods", usual)]
+    if options and method in methods:
         shared[method] = options
-    return {**given, "methods": list(dict.fromkeys([method, "suffix", "ngram"]))}
+    return {**given, "methods": methods}
 
 
 def with_tuned(

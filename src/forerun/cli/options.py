@@ -245,6 +245,8 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
         if config.setdefault(key, value) != value:
             option = flag.name.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
+    if config.get("method") == METHOD_DEFAULT:
+        del config["method"]
     if "method" not in config and "model" not in config:
         from forerun.engine.auto import choose
 

@@ -299,10 +299,6 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _now() -> str:
-    return _time(time.time())
-
-
 def _nanoseconds(seconds: float | None) -> int:
     return round((seconds or 0.0) * 1e9)
 
@@ -333,7 +329,7 @@ class Lines(Reply):
             fields["message"] = OllamaAnswerMessage(role="assistant", content=text, **news)
         else:
             fields |= {"response": text, **news}
-        return self.line(model=self.head["model"], created_at=_now(), **{"done": False, **fields})
+        return self.line(model=self.head["model"], created_at=_time(time.time()), **{"done": False, **fields})
 
     def calls(self, *, last: bool) -> list[OllamaToolCall]:
         """Returns the calls that have become whole and, at the end, the ``last`` one, which may be cut off."""
@@ -419,7 +415,7 @@ def install(app: FastAPI, models: Models) -> None:
             reason = "unload"
         else:
             await models.served(request, body, body.keep_alive)
-        line = kind(model=name, created_at=_now(), done=True, done_reason=reason, **fields)
+        line = kind(model=name, created_at=_time(time.time()), done=True, done_reason=reason, **fields)
         return Response(line.model_dump_json(exclude_unset=True), media_type="application/json")
 
     @app.post("/api/chat", response_model=None, responses=chatting)

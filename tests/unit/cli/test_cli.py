@@ -305,12 +305,8 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_a
         "num_speculative_tokens": 2,
         "accept": "token",
     }
-    assert speculative_config(
-        {"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 4}, {"model": "x"}
-    ) == {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-    }
+    given = {"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 4}
+    assert speculative_config(given, {"model": "x"}) == {"method": "ngram", "num_speculative_tokens": 4}
     with pytest.raises(ConfigError, match="--spec-tokens"):
         speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "num_speculative_tokens": 4}, {})
 
@@ -321,6 +317,7 @@ def test_a_method_that_nobody_named_is_reported(forerun, pair):
     assert len(lines) == 1
     assert re.match(r"suffix, as no --spec-method was given(, \d+ r|: nothing was drafted in \d+ r)ounds", lines[0])
     assert "as no" not in forerun("generate", PROMPT, *options, "--spec-method", "ngram")[1]
+    assert re.search(r"suffix[,:] (?!as no)", forerun("generate", PROMPT, *options, "--spec-method", "auto")[1])
     assert "speculation" not in forerun("generate", PROMPT, *options, "--spec-method", "none")[1]
 
 

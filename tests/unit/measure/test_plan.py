@@ -147,6 +147,9 @@ def test_methods_where_none_are_named(tiny_target, monkeypatch):
     monkeypatch.setattr("forerun.engine.auto.known_draft", lambda model: "known")
     assert with_methods({}, mine, shared) == {"methods": ["draft_model", "suffix", "ngram"]}
     assert shared == {"draft_model": {"model": "known"}}
+    assert with_methods({"methods": ["none", "auto", "none"]}, mine, {}) == {"methods": ["none", "draft_model", "none"]}
+    assert with_methods({"methods": ["draft_model"]}, mine, shared := {}) == {"methods": ["draft_model"]}
+    assert shared == {"draft_model": {"model": "known"}}
 
 
 def test_the_default_is_measured_beside_the_methods(monkeypatch, capsys, tiny_target, tiny_draft):
