@@ -1,6 +1,7 @@
 """Kernels that a platform wheel carries: chosen by what the processor has, never half loaded."""
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -163,10 +164,15 @@ for name in ("float32", "bfloat16", "q4_0", "q4_k", "q8_0", "int8_rows"):
 @pytest.mark.parametrize(
     "other", where(bool(kernels.zig() and shutil.which("g++")), ["g++"], "ziglang and g++ are not both here")
 )
-def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, other):
-    """A whole model's log-probabilities, to the last digit."""
+def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, monkeypatch, other):
+    """A whole model's log-probabilities, to the last digit, by what a wheel carries for this processor."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / ".ci"))
+    from prebuild import TARGETS, zig_flag
+
+    machine = next(flags for needed, flags in kernels.VARIANTS.values() if kernels._cpu_features() >= needed)
+    how = ("-target", TARGETS[f"manylinux_2_28_{platform.machine()}"][0], zig_flag(machine))
     library = kernels.Library(tmp_path / "kernels.so", kernels.all_units())
-    assert kernels.compile_kernels(kernels.zig(), [library], timeout=None) == {}
+    assert kernels.compile_kernels(kernels.zig(), [library], how, timeout=None) == {}
 
     def answers(*library):
         command = [sys.executable, "-c", ANSWERS, *library]
