@@ -236,11 +236,16 @@ class Drafter(ABC, Generic[C]):
         for state in (getattr(self, name) for name in self.per_sequence):
             if source.id in state:
                 state[sequence.id] = copy.deepcopy(state[source.id])
+        for pool in self.pools():
+            if source.id in pool.block_tables:
+                pool.fork(source.id, sequence.id, pool.length(source.id))
 
     def release(self, sequence: RequestState) -> None:
         """Forgets a sequence that ended or was preempted."""
         for name in self.per_sequence:
             getattr(self, name).pop(sequence.id, None)
+        for pool in self.pools():
+            pool.free(sequence.id)
 
     def rewind(self, sequence: RequestState) -> None:
         """``tentative`` tokens were taken back: drops all state beyond ``sequence.tokens``."""

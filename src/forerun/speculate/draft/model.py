@@ -373,18 +373,11 @@ class DraftModel(Drafter[DraftModelConfig]):
         entries = path if order is None else [order[node] for node in path]
         return [entry for entry in entries if 0 <= entry < num_read]
 
-    def fork(self, source: RequestState, sequence: RequestState) -> None:
-        pool = self.attention.pool
-        if source.id in pool.block_tables:
-            pool.fork(source.id, sequence.id, pool.length(source.id))
-        super().fork(source, sequence)
-
     def release(self, sequence: RequestState) -> None:
         if self.tree is not None and sequence.id in self.attention.pool.block_tables:
             text = self._read(sequence)
             end = len(text) - sequence.tentative
             self.tree.insert_finished(sequence.id, text, end, source=self._prefix_source(sequence))
-        self.attention.pool.free(sequence.id)
         super().release(sequence)
 
     def rewind(self, sequence: RequestState) -> None:

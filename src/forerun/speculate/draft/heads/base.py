@@ -93,17 +93,6 @@ class FeatureDrafter(Drafter[C]):
         """Whether it has the hidden states of all tokens that the target has read."""
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
 
-    def fork(self, source: RequestState, sequence: RequestState) -> None:
-        super().fork(source, sequence)
-        for pool in self.pools():
-            if source.id in pool.block_tables:
-                pool.fork(source.id, sequence.id, pool.length(source.id))
-
-    def release(self, sequence: RequestState) -> None:
-        super().release(sequence)
-        for pool in self.pools():
-            pool.free(sequence.id)
-
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.seen.get(sequence.id, 0)]
 
