@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -522,16 +523,16 @@ def _dtype(file: GGUFFile) -> str:
 
 def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
     """The ids of tokens that begin and end texts. Raises ModelError."""
-    ids: dict[str, int] = {}
-    for name in ("bos", "eos", "eot", "eom"):
-        value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
-            continue
-        if not isinstance(value, int) or not 0 <= value < vocabulary:
-            raise ModelError(f"{file.path} has {shown(value)} as tokenizer.ggml.{name}_token_id, not one of its tokens")
-        ids[name] = value
-    begin = ids.pop("bos", None)
+    begin, *others = [special_id(file.metadata, n, vocabulary, str(file.path)) for n in ("bos", "eos", "eot", "eom")]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     named = enumerate(tokens[:vocabulary] if isinstance(tokens, list) else ())
-    ends = sorted({*ids.values(), *(index for index, token in named if token in ENDS)})
+    ends = sorted({index for index in others if index is not None} | {i for i, token in named if token in ENDS})
     return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def special_id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
+    """The id of ``bos`` or the like. Raises ModelError if it is none of ``count`` tokens."""
+    result = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if result is not None and (type(result) is not int or not 0 <= result < count):
+        raise ModelError(f"{where} has {shown(result)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
+    return result

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.families import PHI3
-from forerun.models.architectures.gguf_config import ENDS
+from forerun.models.architectures.gguf_config import ENDS, special_id
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Values of ``tokenizer.ggml.token_type``. Control and user-defined tokens are matched before the text is split."""
@@ -181,7 +181,7 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     originals = _strings(metadata, "tokens", where)
     types = _token_types(metadata, originals, where)
     tokens = _unique(originals, types)
-    ids = {name: _special_id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown")}
+    ids = {name: special_id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown")}
     padding = metadata.get("tokenizer.ggml.padding_token_id")
     valid = isinstance(padding, int) and 0 <= padding < len(tokens)
     ids["padding"] = padding if valid else None  # nothing is padded here, so any other does no harm
@@ -226,7 +226,7 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     # transformers adds special tokens that are not added ones: the backend changes with it
     made: Any = result if set(result.all_special_tokens) <= result.get_added_vocab().keys() else result.full
     found = {
-        role: [index for key in keys if (index := _special_id(metadata, key, len(tokens), where)) is not None]
+        role: [index for key in keys if (index := special_id(metadata, key, len(tokens), where)) is not None]
         for role, keys in INFILL_KEYS.items()
     }
     made.infill_ids = {role: indices[0] for role, indices in found.items() if indices}
@@ -344,11 +344,4 @@ def _strings(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
     result = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(result, list) or not result or not isinstance(result[0], str):
         raise ModelError(f"{where} has no list of texts in tokenizer.ggml.{name}")
-    return result
-
-
-def _special_id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
-    result = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if result is not None and (not isinstance(result, int) or not 0 <= result < count):
-        raise ModelError(f"{where} has {shown(result)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
     return result
