@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -22,6 +22,7 @@ from forerun.measure.rounds import (
     Interleaved,
     Measured,
     Prompts,
+    costs_by_rows,
     full_rounds,
     in_plain_forwards,
     seeded_params,
@@ -215,12 +216,8 @@ class Trial:
 
     def verify_costs(self, runs: Iterable[Measured]) -> dict[int, float]:
         """Median cost of a verification by its rows, in plain forwards, over the runs with drafts."""
-        by_rows: dict[int, list[float]] = defaultdict(list)
-        for run in runs:
-            if any(r.depth for r in run.rounds):
-                for r in full_rounds(run.rounds, self.concurrency):
-                    by_rows[r.rows].append(r.verify)
-        return {rows: median(values) for rows, values in sorted(by_rows.items())}
+        drafted = [run.rounds for run in runs if any(r.depth for r in run.rounds)]
+        return costs_by_rows(r for rounds in drafted for r in full_rounds(rounds, self.concurrency))
 
     def curve(self, points: Mapping[int, float]) -> Curve:
         return cost_curve(points, self.concurrency, self.llm.model.row_multiple)

@@ -386,6 +386,14 @@ def in_plain_forwards(results: Sequence[Measured], sequences: int) -> float:
     return unit
 
 
+def costs_by_rows(rounds: Iterable[Sample]) -> dict[int, float]:
+    """The median seconds of a verification, by its rows."""
+    times: dict[int, list[float]] = defaultdict(list)
+    for r in rounds:
+        times[r.rows].append(r.verify)
+    return {rows: median(values) for rows, values in sorted(times.items())}
+
+
 @dataclass(frozen=True)
 class RoundCosts:
     """Costs in plain target forwards of the same sequences. ``c`` is the cost of one draft step (Leviathan et al. 2023,
@@ -404,15 +412,9 @@ class RoundCosts:
         if not drafted or not plain:
             return None
         unit = median(r.verify for r in plain)
-        by_rows: dict[int, list[float]] = defaultdict(list)
-        for r in rounds:
-            by_rows[r.rows].append(r.verify)
-        return cls(
-            sequences,
-            median(r.draft / r.depth for r in drafted) / unit,
-            {rows: median(values) / unit for rows, values in sorted(by_rows.items())},
-            median(r.verify for r in drafted) / unit,
-        )
+        costs = {rows: seconds / unit for rows, seconds in costs_by_rows(rounds).items()}
+        c, typical = median(r.draft / r.depth for r in drafted), median(r.verify for r in drafted)
+        return cls(sequences, c / unit, costs, typical / unit)
 
     def predict(self, rounds: Sequence[Sample], match_rate: float) -> float | None:
         """Predicted speed over plain decoding for these rounds' draft lengths: ``expected_tokens / (gamma c +
