@@ -194,7 +194,8 @@ def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, s
     if metrics.num_drafts:
         rate, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
         result["speculation"] = (
-            f"{method}, {metrics.rounds} rounds, mean acceptance length {metrics.mean_acceptance_length:.2f}"
+            f"{method}, {metrics.rounds} rounds, {metrics.num_drafts} with drafts, "
+            f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
         )
         if metrics.synthetic:
             result["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
