@@ -20,7 +20,7 @@ SMALLEST_CHUNK = 16
 FIRST_CHUNK = 32
 """The least chunk of a prompt that is read alone, and the first one, which measures the pace."""
 FEWEST_TOKENS = 4
-"""The same for one prompt among many decoding sequences, all of which wait for it."""
+"""``SMALLEST_CHUNK`` of one prompt for which many decoding sequences wait."""
 DEPTH_SPREAD = 30.0
 """Regularises the fit: depths that differ by less say little about the cost of depth."""
 

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;      // rows that share a block of keys
-constexpr int64_t GROUP = 8;      // query heads of one key head per thread; up to twice as many if there are more
+constexpr int64_t GROUP = 8;      // query heads of one KV head per work item; at most twice this many
 constexpr double PARALLEL = 2e5;  // multiplications from which a second thread pays
 
 // A query's online softmax: the largest score so far and, per lane, the sum of e^(score - largest).

@@ -89,8 +89,8 @@ LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &sca
   }
 }
 
-// The same with INT_SCALES: vec_dot_q4_K_q8_K and vec_dot_q5_K_q8_K. Totals are scale * sum, of 256 inputs in the end;
-// ``add_record`` multiplies them by d and adds the mins.
+// INT_SCALES (vec_dot_q4_K_q8_K, vec_dot_q5_K_q8_K): totals of scale * sum over 256 inputs; ``add_record`` multiplies
+// them by d and subtracts the mins.
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const BlockQ8K *, Ints *totals) {
   Sum<K::MAX_QUANT> products[ROWS][1];

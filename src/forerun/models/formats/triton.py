@@ -320,7 +320,7 @@ def shared_memory(device: torch.device) -> int:
 
 LEAST_SHARED, RESERVED_SHARED = 96 << 10, 4 << 10
 TILES = ((16, 2, 5), (NARROW, 2, 5), (2 * NARROW, 2, 4), (2 * NARROW, 4, 4), (4 * NARROW, 8, 3))
-"""Outputs, warps and stages: the fastest tiles for shapes of small models on an H100."""
+"""Outputs, warps and stages: the fastest for shapes of small models, by a prototype on an H100."""
 TIMED_ROWS = 5
 """Rows of a small verification."""
 

@@ -43,8 +43,8 @@ class Drafting:
     """Whether a method's drafted tokens are accepted if all before them are: an online logistic regression.
 
     A token's log odds are the sum of its depth's, its request's, and, if its drafter began with the last tokens of the
-    text, its window's. Each is a mean and a variance, which a step of an extended Kalman filter updates. What a depth
-    learns moves deeper ones, too, as far as they are not known themselves, but not those before it.
+    text, its window's. Each is a mean and a variance, which a step of an extended Kalman filter updates. An update
+    at one depth also moves deeper ones, the less known the more, but never shallower ones.
     """
 
     DEEPER, DRIFT = 1.0, 0.002

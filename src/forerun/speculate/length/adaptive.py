@@ -52,23 +52,23 @@ class Adaptive(LengthPolicy):
     MARGIN = 1.03
     """The expected speedup from which drafts are used."""
     START, EXPLORES = (1.2, 0.9), 0.001
-    """Plain rounds that drafts which are not expected to pay may cost: at first and at most, alone and in batches; and
-    more with each round without drafts."""
+    """Plain rounds that drafts which are not expected to pay may cost: at first and at most, alone and in a batch; and
+    by how much that grows with each round without drafts."""
     PLANNING = 0.002
     """A plan holds for so many rounds that planning takes this part of the time."""
     LATE = 8
-    """After so many rounds with drafts that were much slower, plain ones tell whether the machine is."""
+    """After this many slow rounds with drafts, plain ones show whether the machine itself is slow."""
     HEAD, MODEL = (0.6, 4.0, 6.0, 0.1), (0.7, 8.0, 24.0, 3.0)
     """What is assumed of a drafter and of a draft model: the arguments of ``Drafting``."""
     WAITS = (2, 4, 8, 16, 32)
-    """After so many more tokens, a drafter may begin to read."""
+    """After this many more tokens, a drafter may begin to read."""
     LEAST, BETTER, FINDS = 0.05, 1.15, 0.15
-    """Least tokens that a looked-up chain must bring; by how much more than the other part's draft; and what look-ups
-    bring before any was made."""
+    """Least gain of a looked-up chain, in tokens; its factor over the other part's gain; the gain of look-ups that is
+    assumed at first."""
     FOUND, PROBES = 0.05, 0.004
     """Weight of a look-up in what look-ups bring, and the part of the time for those that are not expected to pay."""
     LOOKS = 8
-    """At rest, there are look-ups once in so many rounds."""
+    """At rest, one round in this many has look-ups."""
     OTHERS = 0.1
     """Weight of a round in the number of rows that a sequence drafts."""
     RECENT = 0.04

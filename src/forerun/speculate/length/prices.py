@@ -1,8 +1,8 @@
 """Measured prices: what a verification costs by its rows, a draft by its depth, and a prompt by its tokens.
 
-Prices are timed in rounds of made-up requests, side by side in turns, once for each number of threads and size of the
-batch; ``Prices.state`` keeps them for the next engine. They are compared with the rounds that
-serve people, and corrected where these disagree for long.
+Prices are timed in rounds of made-up requests, interleaved, once for each number of threads and batch size;
+``Prices.state`` keeps them for the next engine. They are compared with the rounds that serve people, and corrected
+where these disagree for long.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ SHORT = 64
 
 
 class Curve:
-    """A cost by a count: linear interpolation between measured ``points``, beyond them as from half of the last count
-    to the last. It never falls with a larger count: a higher point was disturbed. Counts are padded to a
-    ``multiple``."""
+    """A cost by a count: linear between measured ``points``, extrapolated from their upper half. It never falls as the
+    count grows: a higher point before was disturbed. Counts are padded to a ``multiple``."""
 
     def __init__(self, points: Mapping[int, float], multiple: int = 1) -> None:
         least, kept = inf, {}
@@ -181,7 +180,7 @@ class Prices:
         """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
         self._common = 0.0
         self.slower = 0
-        """For so many rounds with drafts, all were much slower than the machine was before."""
+        """This many rounds with drafts in a row were much slower than the machine was before."""
         self._before = inf
         """Log of the level that plain rounds have shown, or of the least since then."""
         self._rounds = self._sequences = 0

@@ -24,7 +24,7 @@ class Rest:
     """What the block after a rest may cost, in rounds at rest; a rest is longer with each one in vain, up to so many
     times."""
     APART, MORE = 64, 20.0
-    """Rounds between two comparisons where speculation pays; so many times as many where it is twice as fast."""
+    """Rounds between comparisons where speculation pays; multiplied by this where it is twice as fast."""
     WORSE, CLEAR = 0.98, 1.05
     """Speeds over rounds at rest. Below the first they rest. Above the second, drafters keep following the text while
     rounds are compared."""
