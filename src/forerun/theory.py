@@ -245,7 +245,7 @@ def expected_experts(
 
 
 def _missed(p: float, rows: float, again: float) -> float:
-    """The probability that so many rows of a text all miss an expert."""
+    """The probability that this many rows of a text all miss an expert."""
     if again >= 1:
         return 1 - p
     if again - p < 1e-6:

@@ -138,7 +138,7 @@ class KernelAttention(Backend[AttentionPlan]):
         self, pool: Pool, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan, window: int = 0
     ) -> torch.Tensor:
         """Attends to entries of a layer of ``pool``, as ``plan_reads`` laid them out; nothing is stored. ``window``:
-        only the last so many entries are seen (0: all)."""
+        only this many last entries are seen (0: all)."""
         q = _by_row(q)
         sizes = structs.Heads(
             heads=q.shape[1], window=window, sink_tokens=0, q_stride=q.stride(0), k_stride=0, v_stride=0, bias=0,

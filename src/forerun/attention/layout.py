@@ -13,7 +13,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.tree import node_paths
 
 BATCHED_ROWS = 16
-"""Sequences with at most so many rows each share a call with others."""
+"""Sequences with at most this many rows each share a call with others."""
 BUCKET = 128
 """Sequences share a call if their key counts fall into the same bucket."""
 NEG_INF = float("-inf")

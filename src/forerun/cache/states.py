@@ -89,7 +89,7 @@ class States(Recorded):
         kept: int = 0,
     ) -> None:
         self.interval = INTERVAL
-        """A prompt keeps a state every so many tokens (``cache/prefix.py``)."""
+        """Distance, in tokens, of the states that a prompt keeps (``cache/prefix.py``)."""
         self.layers = list(layers)
         self.columns = max(shape.columns for shape in layers if shape is not None)
         self.depth = depth

@@ -20,13 +20,13 @@ PROBE = 4
 FIRST = 16
 """Rounds before the first probe at a new count."""
 PRICE = 50.0
-"""After a probe that lost a second, the next one waits so many seconds, so that probes cost 2% at most."""
+"""After a probe that lost a second, the next one waits this many seconds, so that probes cost 2% at most."""
 GAIN = 0.93
 """Another count is taken if its rounds take at most this share of the present one's time."""
 SPIKE = 4.0
-"""A round of so many times the usual time makes fewer threads be tried at once."""
+"""A round of this many times the usual time makes fewer threads be tried at once."""
 LONG = 4.0
-"""A probe leaves out rounds of so many times the recent ones' time."""
+"""A probe leaves out rounds of this many times the recent ones' time."""
 MANY, MOST = 64, 256
 """A round of at least ``MANY`` rows takes all cores that others leave: it waits for arithmetic, less for other threads.
 From ``MOST`` on it takes all cores. Beside a busy program that is as fast, and the program may end at any time."""
@@ -188,7 +188,7 @@ class Threads:
         return self.counts[self.home if self.probing is None or self._waits else self.probing]
 
     def begin(self, rows: int) -> int:
-        """Threads of a round of at least so many rows. A probe leaves out rounds that take much longer than recent
+        """Threads of a round of at least this many rows. A probe leaves out rounds that take much longer than recent
         ones: a whole prompt on half of the threads costs more than all probes may."""
         self._rows = rows
         usual = self.usual.get(rows.bit_length())

@@ -19,7 +19,7 @@ from forerun.core.folders import Record
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
 """Row counts that a call may have."""
 ENOUGH = 8
-"""The largest size should have at least so many rows: with fewer, a prompt takes too many calls."""
+"""The largest size should have at least this many rows: with fewer, a prompt takes too many calls."""
 
 T = TypeVar("T")
 Groups = list[list[int]]

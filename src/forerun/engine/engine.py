@@ -319,7 +319,7 @@ class Engine:
             raise RequestError(f"method {drafter!r} drafts from no prediction: remove one", param="prediction")
         name = next((name for name, each in loaded.items() if each.looks_up), None)
         if name is None:
-            has_states = self.target.attention.pool.states is not None  # they can be taken back by so many tokens
+            has_states = self.target.attention.pool.states is not None  # they can be taken back by that many tokens
             kind, depth = drafters[LOOKUP], min(PREDICTED, self.max_nodes) if has_states else PREDICTED
             name, config = LOOKUP, kind.config_class(num_speculative_tokens=depth)
             loaded[name] = kind.build(config, self._draft_context())

@@ -370,7 +370,7 @@ class Scheduler:
 
 
 def least_prefill(prompts: int, decoding: int) -> int:
-    """Prompt tokens that a round computes whatever they cost, for so many ``prompts`` beside ``decoding`` sequences."""
+    """Prompt tokens that a round computes whatever they cost, if ``prompts`` wait beside ``decoding`` sequences."""
     return min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // decoding))
 
 

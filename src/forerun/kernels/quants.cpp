@@ -22,7 +22,7 @@ constexpr int64_t AHEAD = 1 << 12;   // bytes from the weight in use to the pref
 constexpr int64_t CACHED = 1 << 18;  // bytes of quantized rows that each tile of weights is multiplied by
 constexpr int ROWS_PER_PASS = 16;    // rows that share one read of the weights
 constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // groups of rows quantized at a time
-constexpr int FEW_ROWS = 8;          // INT_SCALES: up to so many rows the matrix unit multiplies block by block
+constexpr int FEW_ROWS = 8;          // INT_SCALES: up to this many rows the matrix unit multiplies block by block
 constexpr int ROWS_IN_REGISTERS = 4; // a multiple of ROWS_PER_INSTRUCTION
 
 // 32 inputs of a row, without their quants: as ggml's block_q8_1.

@@ -40,7 +40,7 @@
 #define HEADS(F) \
   F(int64_t, heads) \
   F(int64_t, window) /* sliding window; 0: none */ \
-  F(int64_t, sink_tokens) /* so many first keys are seen besides the window */ \
+  F(int64_t, sink_tokens) /* this many first keys are seen besides the window */ \
   F(int64_t, q_stride) /* numbers from row to row */ \
   F(int64_t, k_stride) \
   F(int64_t, v_stride) \

@@ -401,7 +401,7 @@ SUPPORT = 2
 LENGTH = 5
 """Tokens of an answer."""
 LEAST_EXPECTED = 5.0
-"""Answers are pooled, from the rarest on, into cells that are expected at least so often."""
+"""Answers are pooled, from the rarest on, into cells that are expected at least this often."""
 BATCH = 64
 SMALLEST_P = 1e-4
 """A smaller p-value is a failure: one false alarm in ten thousand checks."""

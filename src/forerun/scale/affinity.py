@@ -47,7 +47,7 @@ class Affinity:
             load: requests in progress by replica.
             hashes: the prompt's ``block_hashes``.
             session: requests of one session go to one replica.
-            rejections: how often replicas with other weights rejected the request; so many of the best come last.
+            rejections: how often replicas with other weights rejected the request; that many of the best come last.
         """
         limit = math.ceil(BOUND * (sum(load.values()) + 1) / max(1, len(load)))
         matched = self._matches(hashes)

@@ -66,7 +66,7 @@ def _metrics(now: Snapshot) -> Iterator[tuple[Any, str, str, list[str], Mapping[
     by_position = {(str(i),): count for i, count in enumerate(list(stats.accepted_per_pos))}
     name, text = "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position"
     yield CounterMetricFamily, name, text, ["position"], by_position
-    context = "the length of the text drafted for: at most so many tokens, more than half"
+    context = "the length of the text drafted for: at most this many tokens, more than half"
     for label, what, table in (
         ("context", context, dict(stats.by_context)), ("drafter", "drafter", dict(stats.by_drafter))
     ):  # fmt: skip

@@ -39,7 +39,7 @@ log = logging.getLogger("forerun")
 LATEST = ":latest"
 """Ollama's clients add it to a name without a tag."""
 CACHES = 8
-"""A model's KV caches take one of so many parts of the memory for models."""
+"""A model's KV caches take one of this many parts of the memory for models."""
 SIZES = {"kv_cache_memory", "num_pages", "gpu_memory_utilization"}
 """Options of engines that say how large KV caches are."""
 
@@ -426,7 +426,7 @@ class Library(Models):
         return server
 
     def _engine(self, name: str, caches: int | None) -> AsyncEngine:
-        """Loads a model with so many bytes of KV caches; None: what the options say. Raises ForerunError."""
+        """Loads a model with this many bytes of KV caches; None: what the options say. Raises ForerunError."""
         here(name)  # nothing is downloaded
         sizes = {} if caches is None else {"kv_cache_memory": caches}
         return AsyncEngine(LLM(**{**self.engine, "model": name, **sizes}).engine, **self.client)

@@ -473,7 +473,7 @@ class Generation(Sampled):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="of the prompt's tokens, and so many of the likeliest",
+        description="of the prompt's tokens, and this many of the likeliest",
     )
     prediction: Prediction | None = Field(None, description="what the answer may be, to draft from; changes no token")
 

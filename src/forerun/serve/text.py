@@ -130,7 +130,7 @@ class TextService:
         return [] if self._infill is None else self._infill.ends
 
     def _check_length(self, tokenizer: Any, text: str) -> None:
-        """Refuses a text with twice as many tokens as fit. Cuts change the tokens beside them, but never so many."""
+        """Refuses a text with twice as many tokens as fit. Cuts change the tokens beside them, but never that many."""
         tokens = 0
         for start in range(0, len(text), PIECE):
             tokens += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)

@@ -159,7 +159,7 @@ class _Search:
         }  # fmt: skip
 
     def _race(self, candidates: Sequence[Mapping[str, Any]], stage: str, end: float) -> Race:
-        """Measures candidates until so much of the time is over."""
+        """Measures candidates until this much of the time is over."""
         config = self.config
         race = Race(
             self.llm, [{**each, "length": "adaptive"} for each in candidates], self.prompts, config.workloads,
@@ -248,7 +248,7 @@ def _drafter(contender: EngineContender) -> DraftModel:
 
 
 def _prices(contender: EngineContender, count: int) -> tuple[Any, Any]:
-    """The prices that the length policy measured, and its table for so many requests."""
+    """The prices that the length policy measured, and its table for this many requests."""
     policy: Any = contender.engine.policy
     with torch.inference_mode():
         return policy.prices, policy.prices.at(count)

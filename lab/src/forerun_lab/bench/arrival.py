@@ -104,7 +104,7 @@ def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[i
 
 
 def time_per_token(rounds: Sequence[tuple[float, int]], running: int) -> float:
-    """Of one of so many requests, from the seconds of rounds and the tokens that all of them got."""
+    """Of one of this many requests, from the seconds of rounds and the tokens that all of them got."""
     return running * sum(seconds for seconds, _ in rounds) / sum(tokens for _, tokens in rounds)
 
 

@@ -22,7 +22,7 @@ LONGEST = 20_000
 LATEST = 10**12
 """Largest arrival time in seconds: beyond it, floats cannot resolve a round."""
 PREFIXES = 16
-"""A prefix with more than one in so many of a sample's requests is sampled itself, not kept or dropped whole."""
+"""A prefix with more than one in this many of a sample's requests is sampled itself, not kept or dropped whole."""
 
 
 @dataclass(frozen=True, slots=True)

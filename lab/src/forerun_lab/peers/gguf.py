@@ -15,7 +15,7 @@ from forerun.models.files.checkpoint import weight_files
 
 
 def gguf_name(name: str, layers: int) -> str:
-    """GGUF's name of a weight of a Llama with so many ``layers``. Raises ConfigError for any other weight."""
+    """GGUF's name of a weight of a Llama with this many ``layers``. Raises ConfigError for any other weight."""
     import gguf  # every command imports this module; gguf takes its time
 
     result = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers).get_name(name, (".weight", ".bias"))

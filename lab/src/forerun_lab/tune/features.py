@@ -34,9 +34,9 @@ from forerun_lab.heads.training import TrainingBatch
 from forerun_lab.tune.data import Data, user_turns
 
 FOLLOW_UP_EVERY = 4
-"""One conversation in so many gets a second user turn."""
+"""One conversation in this many gets a second user turn."""
 SELF_WRITTEN_EVERY = 2
-"""One conversation in so many begins with a user turn that the model wrote itself."""
+"""One conversation in this many begins with a user turn that the model wrote itself."""
 SELF_WRITTEN_TOKENS = 96
 """Most tokens of such a turn; a longer one is dropped."""
 PLACEHOLDER = "What does a user say?"

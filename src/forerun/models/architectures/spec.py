@@ -170,7 +170,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionScale:
-    """Factors of a projection's weight and bias: one for each part of so many rows."""
+    """Factors of a projection's weight and bias: one for each part of this many rows."""
 
     rows: tuple[int, ...]
     weight: tuple[float, ...]

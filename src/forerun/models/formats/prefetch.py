@@ -28,7 +28,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32)
 """Row counts that are measured; those between use the next smaller one's result. Without the matrix unit, more than 16
 rows read the weights twice."""
 MIN_ROUNDS, SECONDS = 3, 0.5
-"""Rounds of measurement: at least so many, and for so long."""
+"""Rounds of measurement: at least this many, and for so long."""
 MARGIN = 0.03
 """A smaller gain over the default way may be noise. Times are minima: other programs only make them longer."""
 TILED_FROM = 12

@@ -100,7 +100,7 @@ def _levels(w, top, pair, columns, n, inside, KIND: tl.constexpr, ZERO: tl.const
 
 @triton.jit
 def _scale(scales, steps, group, columns, n, inside, STEPS: tl.constexpr):
-    """The scales, or minima, of one group of inputs; with STEPS integers times a step for so many groups."""
+    """The scales, or minima, of one group of inputs; with STEPS integers times a step for this many groups."""
     value = tl.load(scales + group * columns + n, mask=inside, other=0).to(tl.float32)
     if STEPS > 0:
         value *= tl.load(steps + (group // STEPS) * columns + n, mask=inside, other=0.0).to(tl.float32)

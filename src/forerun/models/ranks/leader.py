@@ -53,7 +53,7 @@ class Rank:
             )
 
     def ended(self, seconds: float) -> str | None:
-        """How the process ended; None if it is still running after so many seconds."""
+        """How the process ended; None if it is still running after this many seconds."""
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:

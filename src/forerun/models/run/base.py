@@ -98,7 +98,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Row counts of calls that give a row the same bits at so many ``threads``, ascending: of the layers, and of the
+    """Row counts of calls that give a row the same bits at this many ``threads``, ascending: of the layers, and of the
     output layer."""
 
     rows: tuple[int, ...]
@@ -205,7 +205,7 @@ def new_attention(
         back: tokens by which states can be rolled back; None: a draft that is read before the last one is committed, at
             least ``BACK``.
         keeps: whether prefix caching keeps states: two of every sequence, and one every ``INTERVAL`` tokens, or every
-            so many as take a state's bytes in the pool.
+            so many that they take a state's bytes in the pool.
     """
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes) and not gpu.interpreted()

@@ -114,7 +114,7 @@ class Steps:
 
     Args:
         graphs: of the drafter's model, or of the target where a head drafts.
-        at: the addresses of what they read of so many positions.
+        at: the addresses of what they read of this many positions.
         forward: reads the text before a draft, as ``Model.forward``.
         body: the same for rows whose numbers are on the device; it asks the host nothing.
         size: how many logits a row has.
@@ -194,7 +194,7 @@ class Graphs:
         return None if graph.run is None else graph
 
     def record(self, body: Callable[[], T], rows: int) -> Callable[[], T] | None:
-        """A body of so many rows as a graph. None: there is no memory, and from now on no graph is used."""
+        """A body of this many rows as a graph. None: there is no memory, and from now on no graph is used."""
         began = perf_counter()
         try:
             run = self._record(body)

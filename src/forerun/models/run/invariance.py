@@ -18,8 +18,8 @@ from forerun.models.run.base import Model, ModelInfo, new_attention
 
 ROWS = 330
 SUMS, PER_LAYER, MOST_RUNS = 20e6, 7, 16
-"""Where torch computes, so many of a model's sums are compared, in at most so many runs: one of millions may differ. A
-layer has about seven times as many sums as its rows have numbers."""
+"""Where torch computes, this many of a model's sums are compared, in at most this many runs: one of millions may
+differ. A layer has about seven times as many sums as its rows have numbers."""
 CHUNKS = (2, 5, 17, 33, 64, 65, 200)
 """Rows a call."""
 BRANCHES = 9
@@ -86,8 +86,8 @@ def self_test(
     model: Model, *, page_size: int | None = None, rows: int | None = None, chunks: Sequence[int] = CHUNKS
 ) -> list[Finding]:
     """Feed tokens in equal and in ragged chunks, beside other sequences and as a path of a tree. Returns every way in
-    which some row's logits differ from decoding one by one. ``rows`` tokens in one run; None: ``ROWS`` in so many runs
-    that ``SUMS`` are compared. A short context means fewer rows."""
+    which some row's logits differ from decoding one by one. ``rows`` tokens in one run; None: ``ROWS`` in as many
+    runs as compare ``SUMS``. A short context means fewer rows."""
     runs = runs_of(model.info) if rows is None and getattr(model, "tiles", None) is not None else 1
     found: dict[str, Finding] = {}
     for seed in range(runs):

@@ -25,7 +25,7 @@ HEADS = ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.w
 
 
 def read_mtp(opened: Checkpoint, config: Any, most: int = 1) -> list[tuple[Any, Spec, Weights]]:
-    """The first modules for multi-token prediction in a model's files, at most so many, for a target of ``config``:
+    """The first modules for multi-token prediction in a model's files, at most this many, for a target of ``config``:
     their configs, specs and weights, which are read later. Raises ModelError if there is none that is supported."""
     files, layers = opened.files(packed=True), config.num_hidden_layers
     found = [*takewhile(bool, (mtp_names(files.tensors, layers, module) for module in range(most)))]

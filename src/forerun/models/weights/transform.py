@@ -417,7 +417,7 @@ def scaled(weights: Weights, spec: Spec) -> Weights:
 
 
 def _scaled(weight: Rows, factors: Sequence[float], rows: Sequence[int]) -> Rows:
-    """A weight or bias times a factor for each part of so many ``rows``; a single factor is for all rows."""
+    """A weight or bias times a factor for each part of this many ``rows``; a single factor is for all rows."""
     counts = torch.tensor(rows if len(rows) > 1 else weight.shape[:1])
     by_row = torch.tensor(factors, dtype=torch.float32).repeat_interleave(counts)
     if len(weight.shape) == 1:

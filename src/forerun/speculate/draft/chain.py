@@ -317,7 +317,7 @@ class CatchUpConfig(DrafterConfig):
     prefill_chunk: int = 192
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
     draft_window: int | None = None
-    """For long contexts: the draft's attention sees the last so many tokens and the first four, at their positions in
+    """For long contexts: the draft's attention sees this many last tokens and the first four, at their positions in
     the text (StreamingLLM, arXiv 2309.17453). Drafts may be other ones, the tokens stay the same. None: it sees all."""
     limits: ClassVar = {"prefill_chunk": COUNT, "draft_window": COUNT}
 

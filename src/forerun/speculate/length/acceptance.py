@@ -57,7 +57,7 @@ class Drafting:
     """Weight of a draft in ``exists``."""
 
     WINDOWS = (64, 128, 256)
-    """A drafter may begin with the last so many tokens, if its backlog is at least twice as long."""
+    """A drafter may begin with this many last tokens, if its backlog is at least twice as long."""
 
     def __init__(self, nodes: Sequence[int], rate: float, weight: float, loss: float, variance: float) -> None:
         """

@@ -347,7 +347,7 @@ class Adaptive(LengthPolicy):
         return best
 
     def _best_plan(self, sequences: Requests, longest: list[int], table: PriceTable, copies: int = 1) -> Plan:
-        """The budgets with the most expected tokens per second, for a batch of so many ``copies`` of the sequences."""
+        """The budgets with the most expected tokens per second, for a batch of ``copies`` of these sequences."""
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
             if cap:
@@ -370,7 +370,7 @@ class Adaptive(LengthPolicy):
         return len(sequences) + sum([sum(self._chances(s)[: depths[s.id]]) for s in sequences if s.id in depths])
 
     def _speedup(self, sequences: Requests, depths: Mapping[int, int], table: PriceTable, copies: int = 1) -> float:
-        """Expected tokens per second over those of plain decoding, for so many ``copies`` of the sequences."""
+        """Expected tokens per second over those of plain decoding, for ``copies`` of these sequences."""
         count, tokens, rows = len(sequences), self._expected_tokens(sequences, depths), 0.0
         deepest: dict[str, float] = {}
         for sequence in sequences:

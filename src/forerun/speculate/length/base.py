@@ -84,7 +84,7 @@ class LengthPolicy(ABC):
         """Before the first request: measures prices."""
 
     def expect(self, count: int) -> None:
-        """Before the first batch of so many sequences is admitted, while there is room for others: measures prices."""
+        """Before the first batch of this size is admitted, while there is room for others: measures prices."""
 
     def longest(self, sequence: RequestState) -> int:
         """The greatest depth that this sequence may draft in this round; 0 in prefill or without a drafter.

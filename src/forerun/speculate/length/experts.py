@@ -30,7 +30,7 @@ class ExpertReads:
         """Evidence of each, in rows."""
 
     def learn(self, rows: int, sequences: int, experts: int) -> None:
-        """Count a round of so many rows that read so many ``experts``, summed over layers."""
+        """Count a round of this many rows that read this many ``experts``, summed over layers."""
         if not experts or rows < 2:
             return
         each, index = experts / self.mixture.layers, int(rows == sequences)

@@ -40,7 +40,7 @@ class TimeRound(Protocol):
 
 
 Trials = Callable[[int], AbstractContextManager[tuple[TimeRound, Mapping[str, float]] | None]]
-"""``trials(sequences)``: makes so many requests, which sample, and reads their prompts. Gives ``time_round``, and by
+"""``trials(sequences)``: makes this many requests, which sample, and reads their prompts. Gives ``time_round``, and by
 method the seconds in which its drafter read a prompt token; None if there is no room for such requests now."""
 
 
@@ -140,11 +140,11 @@ class Prices:
     SWEEPS = (2, 16)
     """How often each price is measured, at least and at most."""
     SHORT_ROUND, STREAK = 0.01, 4
-    """Plain rounds below so many seconds are measured so often in a row: the first finds caches that drafts filled."""
+    """Plain rounds below this many seconds are measured this often in a row: the first finds cold caches."""
     DEEPEST = 24
     """Deepest draft that is timed; deeper ones are extrapolated."""
     BATCH = 8
-    """From so many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
+    """From this many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
     GUESS = 0.08
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
     UNCHECKED = 4
@@ -193,7 +193,7 @@ class Prices:
         return max(1, round(8 * self.reads.price(max(padded, sequences), sequences, experts)))
 
     def at(self, sequences: int, context: float = SHORT) -> PriceTable:
-        """The table for so many requests, with ``context`` tokens each in the mean. It is measured now if there is
+        """The table for this many requests, with ``context`` tokens each in the mean. It is measured now if there is
         none, or copied from another number of threads, and corrected by the rounds that use it."""
         size = 1 if sequences < self.BATCH else 1 << (sequences - 1).bit_length()
         key = self.threads(), size
@@ -292,7 +292,7 @@ class Prices:
                 yield method, drafted.get(n, 1), n
 
     def verify(self, table: PriceTable, rows: float, sequences: int, experts: int = 0) -> float:
-        """Seconds of a target forward over so many rows, acceptance included."""
+        """Seconds of a target forward over this many rows, acceptance included."""
         count = self.units(rows, sequences, experts)
         seconds = self._listed(table, count, rows, sequences)
         if count > (plain := self.units(sequences, sequences)):

@@ -21,7 +21,7 @@ class Rest:
     """Rounds with speculation that are compared, and those at rest that they are compared with, after a few that find
     cold caches."""
     TRIAL, LONGER = 0.01, 4
-    """What the block after a rest may cost, in rounds at rest; a rest is longer with each one in vain, up to so many
+    """What the block after a rest may cost, in rounds at rest; a rest is longer with each one in vain, up to this many
     times."""
     APART, MORE = 64, 20.0
     """Rounds between comparisons where speculation pays; multiplied by this where it is twice as fast."""
@@ -33,7 +33,7 @@ class Rest:
     FOUND = 32
     """Rounds by which a gained round shortens a rest."""
     FAR = 1.3
-    """A round counts as at most so many times as slow as usual."""
+    """A round counts as at most this many times as slow as usual."""
 
     def __init__(self) -> None:
         self.resting = False
