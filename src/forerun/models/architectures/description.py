@@ -171,9 +171,9 @@ class ExpertsSpec:
     """Added to that sum where weights are sigmoids."""
     bias: bool = False
     """Router and experts have biases."""
-    clamp: tuple[str, ...] = ()
-    """Keys of steepness and limit, where the activation is (clamp(up) + 1) * gate * sigmoid(steepness * gate) with
-    gates limited from above (gpt-oss)."""
+    clamp: tuple[tuple[str, float], ...] = ()
+    """Keys and default values of steepness and limit, where the activation is (clamp(up) + 1) * gate *
+    sigmoid(steepness * gate) with gates limited from above (gpt-oss)."""
     interleaved: bool = False
     """A checkpoint stacks a layer's experts, [experts, inputs, outputs], gate and up outputs alternating."""
     stacks: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

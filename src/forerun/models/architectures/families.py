@@ -193,7 +193,7 @@ GPT_OSS = Architecture(
     attention=replace(BIASED, window="layer_types", sinks=Name("self_attn.sinks", "attn_sinks", no_suffix=True)),
     experts=_experts(
         "mlp.experts", "mlp.router", count="num_local_experts", bias=True, interleaved=True,
-        clamp=("swiglu_alpha", "swiglu_limit"),
+        clamp=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
     ),
 )  # fmt: skip
 PIXTRAL: dict[str, Any] = {
