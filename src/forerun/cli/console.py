@@ -254,5 +254,5 @@ class NamesModel(PlainHelp):
         if words and ctx.get_parameter_source("model").name != "COMMANDLINE":  # a file of options may name one, too
             ctx.params["model"] = words.pop(0)
         if words:
-            ctx.fail(f"Got unexpected extra argument(s) ({' '.join(words)})")
+            ctx.fail(f"{ctx.info_name} takes one model and no other argument: remove {' '.join(words)}")
         return words
