@@ -414,10 +414,11 @@ class Library(Models):
                 await loop.run_in_executor(self._thread, engine.close)
                 raise self._too_large(entry.name, entry.size)
             server = self.serving(engine, replace(self.options, served_model_name=entry.name))
-        except BaseException as error:
+        except ForerunError as error:
             self._forget(entry)
-            if isinstance(error, ForerunError):
-                raise not_loaded(entry.name, error) from error
+            raise not_loaded(entry.name, error) from error
+        except BaseException:
+            self._forget(entry)
             raise
         entry.server = server
         log.info("%s: %s, loaded in %.1f s", entry.name, engine.facts.described, time.monotonic() - started)
