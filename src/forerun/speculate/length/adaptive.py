@@ -97,7 +97,7 @@ class Adaptive(LengthPolicy):
         """By the binary digits of the number of sequences less one."""
         self._rest: Rest | None = None
         """That of this round; None: nobody in it may draft."""
-        self._round: tuple[float, float, float] | None = None
+        self._round: tuple[float, float, float, float] | None = None
         """What it will be told of this round, but for the host's seconds."""
         self._number = 0
         self._plain = False
@@ -240,11 +240,11 @@ class Adaptive(LengthPolicy):
         self.prices.observe(table, count, rows, seconds.verify + seconds.accept, seconds.experts, self._plain)
         self._plain = not drafted
         if self._rest is not None and self._rest.resting:
-            self._round = tokens / count * plain, cost, spent
+            self._round = tokens / count * plain, cost, spent, seconds.accept
             return
         asked = {s.drafter: d.depth for s, d in zip(sequences, drafts) if self._used(s, d)}
         cost += sum([self.prices.draft(table, method or "", depth) for method, depth in asked.items()])
-        self._round = tokens / count * plain, cost, spent
+        self._round = tokens / count * plain, cost, spent, seconds.accept
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / plain - tokens / count if drafted else 0.0
@@ -288,8 +288,8 @@ class Adaptive(LengthPolicy):
 
     def observe_host(self, seconds: float) -> None:
         if self._rest is not None and self._round is not None:
-            plain, price, others = self._round
-            self._rest.observe(plain, price, others + seconds)
+            plain, price, others, host = self._round
+            self._rest.observe(plain, price, others + seconds, host + seconds)
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         plan = self._plan

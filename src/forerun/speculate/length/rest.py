@@ -28,8 +28,11 @@ class Rest:
     WORSE, CLEAR = 0.98, 1.05
     """Speeds over rounds at rest. Below the first they rest. Above the second, drafters keep following the text while
     rounds are compared."""
-    NEW = 0.2
-    """Least weight of a comparison in ``extra``: other programs disturb some."""
+    HOST = 0.5
+    """Weight of a comparison in ``host``."""
+    NEW, DOUBT, MOST = 0.1, 3, 0.1
+    """Least weight of a comparison in ``rounds``; how many its first value of 0 weighs; the most that one says, in
+    logarithms: other programs disturb some."""
     FOUND = 32
     """Rounds by which a gained round shortens a rest."""
     FAR = 1.3
@@ -39,8 +42,9 @@ class Rest:
         self.resting = False
         self.follows = True
         """Whether drafters follow the text at rest, too."""
-        self.extra = 0.0
-        """What the work for speculation adds to a round: the log of the seconds over those of the same rows at rest."""
+        self.host, self.rounds = 0.0, 0.0
+        """The parts of ``extra``: by the seconds of acceptance and of the host, which are few and so disturbed little,
+        and by those of whole rounds beyond these."""
         self.gain = 1.0
         """By the last comparison, the speed of rounds with speculation over those at rest."""
         self._left = self.BLOCK
@@ -51,10 +55,10 @@ class Rest:
         """Whether the work for speculation costs next to nothing."""
         self._paid = False
         """Whether that comparison was in favour of speculation."""
-        self._work: deque[tuple[float, float, float]] = deque(maxlen=self.BLOCK)
+        self._work: deque[tuple[float, float, float, float]] = deque(maxlen=self.BLOCK)
         """What ``observe`` was given in rounds with speculation that were not compared yet."""
-        self._slow: deque[float] = deque(maxlen=self.CHECK)
-        """Of the last plain rounds at rest, the seconds over the price."""
+        self._slow: deque[tuple[float, float]] = deque(maxlen=self.CHECK)
+        """Of the last plain rounds at rest, the seconds and those of the host over the price."""
         self._vain = 0
         """How many rests have followed each other."""
 
@@ -73,22 +77,29 @@ class Rest:
         if not comparing and (self.resting or len(self._work) >= self.CHECK):
             self._left = max(1, self._left - 1)
 
-    def observe(self, plain: float, price: float, seconds: float) -> None:
+    @property
+    def extra(self) -> float:
+        """What the work for speculation adds to a round of the same rows at rest: the log of the seconds."""
+        return self.host + self.rounds
+
+    def observe(self, plain: float, price: float, seconds: float, host: float) -> None:
         """Learns that a round took ``seconds``.
 
         Args:
             plain: seconds in which plain rounds would have brought its tokens, by measured prices.
             price: its own seconds, by these prices.
             seconds: those that passed.
+            host: those of acceptance and of the host's work.
         """
         self._left -= 1
         if not self.resting:
-            self._work.append((plain, price, seconds))
+            self._work.append((plain, price, seconds, host))
             self._since += 1
         elif plain == price:
-            self._slow.append(seconds / price)
+            self._slow.append((seconds / price, host / price))
         elif self._slow and not self._work:  # what a look-up brings by the clock
-            self._left -= int(self.FOUND * max(0.0, plain / price - seconds / price / median(self._slow)))
+            slow = median([slow for slow, _ in self._slow])
+            self._left -= int(self.FOUND * max(0.0, plain / price - seconds / price / slow))
         if self._left > 0:
             return
         if not self.resting:
@@ -120,27 +131,33 @@ class Rest:
             self._left = int(min(self._vain, self.LONGER) * self.BLOCK * (1.0 - gain) / self.TRIAL)
 
     def _compare(self) -> None:
-        usual = median([seconds / price for _, price, seconds in self._work])
-        seconds = sum([min(seconds, self.FAR * usual * price) for _, price, seconds in self._work])
-        extra = log(seconds / sum([price for _, price, _ in self._work]) / median(self._slow))
+        slow, at_rest = (median(each) for each in zip(*self._slow))
+        if hosts := [host / price for plain, price, _, host in self._work if plain == price]:
+            host = max(0.0, median(hosts) - at_rest) / slow
+            self.host += (self.HOST if self._compared else 1.0) * (host - self.host)
+        usual = median([seconds / price for _, price, seconds, _ in self._work])
+        seconds = sum([min(seconds, self.FAR * usual * price) for _, price, seconds, _ in self._work])
+        apart = log(seconds / sum([price for _, price, *_ in self._work]) / slow) - self.extra
         self._compared += 1
-        self.extra += max(self.NEW, 1.0 / (1 + self._compared)) * (extra - self.extra)
+        weight = max(self.NEW, 1.0 / (self.DOUBT + self._compared))
+        self.rounds += weight * max(-self.MOST, min(apart, self.MOST))
 
     def state(self) -> list[float]:
         """What comparisons have said, for ``restore``."""
-        return [self.extra, self._compared, self.gain]
+        return [self.host, self.rounds, self._compared, self.gain]
 
     def restore(self, state: Sequence[float]) -> None:
         """Goes on as after the last comparison of an earlier process. Raises TypeError or ValueError for anything but a
         ``state``."""
-        extra, compared, gain = map(float, state)
-        if not (abs(extra) < 1.0 and compared >= 0 and 0.0 < gain < inf):
+        host, rounds, compared, gain = map(float, state)
+        if not (abs(host) < 1.0 and abs(rounds) < 1.0 and compared >= 0 and 0.0 < gain < inf):
             raise ValueError("not what comparisons say")
-        self.extra, self._compared = max(0.0, extra), int(compared)  # work that saves time was noise
+        # Work that saves time was noise.
+        self.host, self.rounds, self._compared = max(0.0, host), max(0.0, rounds), int(compared)
         if compared:
             self._decide(gain)
             self._paid = False  # it is compared again soon, unless drafts pay clearly
 
     def _gain(self) -> float:
         """The speed of the rounds with speculation over those at rest."""
-        return exp(-self.extra) * sum([plain for plain, _, _ in self._work]) / sum([p for _, p, _ in self._work])
+        return exp(-self.extra) * sum([plain for plain, *_ in self._work]) / sum([price for _, price, *_ in self._work])
