@@ -2,7 +2,7 @@
 
 Where drafts do not pay, the plan makes none. What is left is the work for them: texts are followed, hidden states are
 kept, plans are made. With several requests on a CPU that takes a tenth of a round. So the clock decides: rounds with
-this work are compared with plain ones that follow at once.
+this work are compared with plain ones that follow at once, and the host's part of it by itself.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Rest:
     def _compare(self) -> None:
         slow, at_rest = (median(each) for each in zip(*self._slow))
         if hosts := [host / price for plain, price, _, host in self._work if plain == price]:
-            host = max(0.0, median(hosts) - at_rest) / slow
+            host = log(1.0 + max(0.0, median(hosts) - at_rest) / slow)
             self.host += (self.HOST if self._compared else 1.0) * (host - self.host)
         usual = median([seconds / price for _, price, seconds, _ in self._work])
         seconds = sum([min(seconds, self.FAR * usual * price) for _, price, seconds, _ in self._work])
@@ -152,8 +152,8 @@ class Rest:
         host, rounds, compared, gain = map(float, state)
         if not (abs(host) < 1.0 and abs(rounds) < 1.0 and compared >= 0 and 0.0 < gain < inf):
             raise ValueError("not what comparisons say")
-        # Work that saves time was noise.
-        self.host, self.rounds, self._compared = max(0.0, host), max(0.0, rounds), int(compared)
+        self.host, self._compared = max(0.0, host), int(compared)
+        self.rounds = max(-self.host, rounds)  # work that saves time was noise
         if compared:
             self._decide(gain)
             self._paid = False  # it is compared again soon, unless drafts pay clearly
