@@ -12,12 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Mistral4ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4ForCausalLM
 
 import one_call
 from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, YARN

@@ -47,10 +47,7 @@ CALLS = {
     "count": (lambda text: text.encode(LONG, counted=True), lambda text: text.encode("a = 1", counted=True)),
     "encode": (lambda text: text.encode(LONG), lambda text: text.encode("a = 1")),
     "decode": (lambda text: text.decode([5] * 9000), lambda text: text.decode([5] * 9)),
-    "chat": (
-        lambda text: text.encode_chat(asked(LONG)),
-        lambda text: text.encode_chat(asked("hi")),
-    ),
+    "chat": (lambda text: text.encode_chat(asked(LONG)), lambda text: text.encode_chat(asked("hi"))),
     "offsets": (lambda text: text.offsets([5] * 9000, "x"), lambda text: text.offsets([5] * 9, "x")),
 }
 

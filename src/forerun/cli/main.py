@@ -116,8 +116,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def start(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
         print(f"forerun {forerun.__version__}")

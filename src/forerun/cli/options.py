@@ -26,8 +26,7 @@ from forerun.speculate.names import KEYS, LAB_KEYS, PROFILES, SHARED_KEYS, draft
 
 T = TypeVar("T")
 Threads = Annotated[
-    int | None,
-    typer.Option(help="CPU threads.", show_default="auto: all usable cores, fewer while others need them"),
+    int | None, typer.Option(help="CPU threads.", show_default="auto: all usable cores, fewer while others need them")
 ]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]

@@ -153,11 +153,7 @@ class Threads:
     """
 
     def __init__(
-        self,
-        most: int,
-        *,
-        fixed: bool = False,
-        cores_left: Callable[[], tuple[float, float] | None] = lambda: None,
+        self, most: int, *, fixed: bool = False, cores_left: Callable[[], tuple[float, float] | None] = lambda: None
     ) -> None:
         self.counts = [most] if fixed else sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
         self.home = self.fitting = len(self.counts) - 1

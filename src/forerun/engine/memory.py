@@ -83,9 +83,7 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
         return given
     if device.type != "cuda":
         warnings.warn(
-            "gpu_memory_utilization has no effect without a GPU: use kv_cache_memory",
-            RuntimeWarning,
-            stacklevel=2,
+            "gpu_memory_utilization has no effect without a GPU: use kv_cache_memory", RuntimeWarning, stacklevel=2
         )
         return given
     import torch

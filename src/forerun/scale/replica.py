@@ -133,16 +133,7 @@ class Outbox:
         return entries
 
 
-DECISIVE = (
-    "dtype",
-    "device",
-    "invariant",
-    "model_path",
-    "weights",
-    "quantization",
-    "tokenizer",
-    "logprobs_mode",
-)
+DECISIVE = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
 """The engine's options on which tokens depend."""
 
 GATHER = 0.025

@@ -40,10 +40,7 @@ class ServerOptions:
     strict: bool = option(
         False, "Refuse requests with unknown fields. Default: ignore them and name them in the header Forerun-Ignored."
     )
-    models: bool = option(
-        False,
-        "Serve all models that forerun ls lists. Each is loaded when a request names it.",
-    )
+    models: bool = option(False, "Serve all models that forerun ls lists. Each is loaded when a request names it.")
     model_memory: str | None = option(
         None, "With --models: memory for loaded models and their caches, such as 8GiB. Default: 80% of what is free."
     )

@@ -470,10 +470,7 @@ class Generation(Sampled):
     store: bool | None = Field(None, description="accepted; nothing is stored")
     cache_prompt: bool | None = Field(None, description="accepted; a kept prefix is always used and changes no token")
     prompt_logprobs: Int | None = Field(
-        None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="of the prompt's tokens, and this many of the likeliest",
+        None, ge=0, le=MAX_LOGPROBS, description="of the prompt's tokens, and this many of the likeliest"
     )
     prediction: Prediction | None = Field(None, description="what the answer may be, to draft from; changes no token")
 

@@ -50,10 +50,7 @@ LAB_KEYS = {
 }
 """The same of the drafters of forerun-lab."""
 
-PROFILES = {
-    "humaneval": (0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161),
-    "chat": (0.630, 0.389, 0.243, 0.158),
-}
+PROFILES = {"humaneval": (0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161), "chat": (0.630, 0.389, 0.243, 0.158)}
 """Acceptance by position published for Llama-3.2-1B, unconditional as in vLLM: profiles of synthetic acceptance."""
 
 drafters: Registry[Drafter[Any]] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS, LAB_KEYS)

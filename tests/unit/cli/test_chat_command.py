@@ -15,15 +15,7 @@ from prompt_toolkit.document import Document
 from rich.console import Console
 
 from forerun import SamplingParams
-from forerun.cli.chat import (
-    COMMANDS,
-    NOT_HERE,
-    PAGE_SIZE,
-    ChatCommands,
-    Conversation,
-    completions,
-    read_messages,
-)
+from forerun.cli.chat import COMMANDS, NOT_HERE, PAGE_SIZE, ChatCommands, Conversation, completions, read_messages
 from forerun.cli.chat_session import MarkdownView, PlainView, TraceView, answer, split
 from forerun.cli.editor import Words, parse, read_lines
 from forerun.cli.main import load, run

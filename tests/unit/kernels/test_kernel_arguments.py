@@ -285,8 +285,7 @@ def test_layers_over_tensors_that_do_not_fit():
     refused(ValueError, "2 width", parts.KernelGate("silu", torch.float32), torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
     assert torch.equal(
-        parts.KernelGate("silu", torch.float32)(wide),
-        parts.KernelGate("silu", torch.float32)(wide.contiguous()),
+        parts.KernelGate("silu", torch.float32)(wide), parts.KernelGate("silu", torch.float32)(wide.contiguous())
     )
 
 

@@ -29,11 +29,7 @@ FORMS = where(emulated.can_emulate(), emulated.PROCESSORS, emulated.LACKING)
 NEEDS = {"neon_dotprod": ("neon", 1), "neon_i8mm": ("neon_dotprod", 2)}
 """By form: another one whose processor lacks what this form is for, and from how many rows on layers need that."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.parametrize("form", FORMS, scope="module"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.parametrize("form", FORMS, scope="module")]
 
 
 @pytest.fixture(scope="module")

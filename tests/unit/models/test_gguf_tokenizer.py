@@ -105,8 +105,7 @@ def test_phi_4s_added_tokens_take_the_spaces_around_them():
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [TOKENS, [*TOKENS, "a", "the", "", "", "<tool>"], [*TOKENS, "<turn>", "<turn>"], [*TOKENS, "<|im_end|>"]],
+    "tokens", [TOKENS, [*TOKENS, "a", "the", "", "", "<tool>"], [*TOKENS, "<turn>", "<turn>"], [*TOKENS, "<|im_end|>"]]
 )
 def test_a_vocabulary_is_its_tokenizers(tokens):
     kinds = [*VOCABULARY["tokenizer.ggml.token_type"], *[1] * (len(tokens) - len(TOKENS) - 1), 3][: len(tokens)]

@@ -38,14 +38,7 @@ class Embedding:
     """An embedding times ``scale``: ids int64 of any shape -> [..., width] in ``dtype``. ``rows`` is a tensor [tokens,
     width] or a linear layer; with ``shared`` it is the output layer too, and its memory is not counted."""
 
-    def __init__(
-        self,
-        rows: Any,
-        dtype: torch.dtype,
-        *,
-        shared: bool = False,
-        scale: float = 1.0,
-    ) -> None:
+    def __init__(self, rows: Any, dtype: torch.dtype, *, shared: bool = False, scale: float = 1.0) -> None:
         self.rows = rows.contiguous() if isinstance(rows, torch.Tensor) else rows
         self.dtype, self.shared = dtype, shared
         if isinstance(rows, torch.Tensor):
