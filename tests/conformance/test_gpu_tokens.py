@@ -128,15 +128,16 @@ def test_every_drafter_and_its_waits(target, prompts, tmp_path, on_gpu, monkeypa
     assert max(map(len, found)) == WAITS[method], found
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_rounds_that_are_timed_wait_once(target, tmp_path, on_gpu, monkeypatch, method):
-    """Also where a verification has more rows than the drafter drafts."""
+@pytest.mark.parametrize("method", ["draft_model", "eagle with a threshold"])
+def test_rounds_that_are_timed_wait_as_others(target, tmp_path, on_gpu, monkeypatch, method):
+    """Also where a verification has more rows than the drafter drafts. With a threshold the host reads the draft."""
     built, waits = on_gpu(way_of(method, target, tmp_path)), HostWaits(monkeypatch)
     with waits, trials(built, 2) as (time_round, _):
         for depth, rows in ((0, 1), (2, 3), (1, 4)):
             waits.found.clear()
-            assert time_round(method, depth, rows).rows == 2 * rows
-            assert len(waits.found) == 1
+            timed = time_round(method.partition(" ")[0], depth, rows)
+            assert (timed.rows, timed.depth) == (2 * rows, depth)
+            assert len(waits.found) == 1 + (depth > 0 and "threshold" in method)
 
 
 @pytest.fixture

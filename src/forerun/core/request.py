@@ -56,6 +56,8 @@ class RequestState:
     """How far each part of its drafter may draft in this round, by method (None: as far as the round's budget)."""
     worth: Callable[[Draft], int] | None = None
     """How many tokens of a looked-up chain are worth their rows (None: all)."""
+    whole_drafts: bool = False
+    """Whether a drafter drafts as far as it may, however unsure it is: so deep drafts are timed."""
     tentative: int = 0
     """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
     draft_budget: int | None = None

@@ -120,7 +120,7 @@ class MadeUp:
                 pool.advance(sequence.id, self.context)
             sequence.num_computed_tokens = self.context
             sequence.drafter, sequence.scheduled = method, self.length
-            sequence.worth = lambda draft: 0
+            sequence.worth, sequence.whole_drafts = (lambda draft: 0), True
         self._round(0, 1)
         return True
 

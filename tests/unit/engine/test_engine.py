@@ -274,6 +274,16 @@ def test_a_full_batch_has_measured_prices(tiny_target):
         assert len(table.verify.points) > 2
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_deep_drafts_are_timed_though_the_drafter_is_unsure(tiny_target, tiny_draft, compiled):
+    way = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 4, "confidence_threshold": 0.99}
+    with LLM(tiny_target, speculative_config=way) as model:
+        if not compiled:
+            model.engine.router.drafters["draft_model"].chains = None
+        with trials(model.engine, 2) as (time_round, _):
+            assert [time_round("draft_model", depth, 5).depth for depth in (1, 2, 4)] == [1, 2, 4]
+
+
 def test_long_made_up_contexts_take_free_pages_only(folder):
     """Cached prefixes stay, and nothing is left behind."""
     config = folder / "config.json"

@@ -210,12 +210,12 @@ class GraphChains:
             if values is None:
                 draft = Draft.late_chain(found, [FIELDS * (step * sizes.rows + row) + 1 for step in range(depth)])
             else:
-                draft = self._cut(values[:depth, row])
+                draft = self._cut(values[:depth, row], sequences[index].whole_drafts)
             drafts[index] = draft
             attention.pool.advance(span.key, span.end + max(0, draft.depth - 1))  # its last token was not fed
         return drafts
 
-    def _cut(self, found: np.ndarray) -> Draft:
+    def _cut(self, found: np.ndarray, whole: bool) -> Draft:
         """The chain of one sequence: it ends where no token is permitted, or where its confidence falls below the
         floor. There the second choice is verified beside its last token."""
         floats, chain, log = found.view(np.float32), list[int](), 0.0
@@ -224,7 +224,7 @@ class GraphChains:
                 break
             chain.append(int(numbers[1]))
             log += float(values[2])
-            if log < self.floor:
+            if log < self.floor and not whole:
                 draft = Draft.chain(chain)
                 if step < len(found) and values[3] > -inf and self.chooser.rule.trees:
                     draft.add(int(numbers[4]), len(chain) - 2)

@@ -88,7 +88,7 @@ def grow(
                 ranked = chooser.sampler.rank(chooser.align(logits), 1)[1]
                 logs = [likeliest[0] if likeliest else -inf for likeliest in ranked]
             for (index, _), log_p in zip(frontier, logs):
-                if sequences[index].group is None:
+                if sequences[index].group is None and not sequences[index].whole_drafts:
                     chances[index] += log_p
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
         for beams in beam_drafts:

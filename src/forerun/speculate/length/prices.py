@@ -141,8 +141,8 @@ class Prices:
     """How often each price is measured, at least and at most."""
     SHORT_ROUND, STREAK = 0.01, 4
     """Plain rounds below this many seconds are measured this often in a row: the first finds cold caches."""
-    DEEPEST = 24
-    """Deepest draft that is timed; deeper ones are extrapolated."""
+    DEEPEST, WIDEST = 4, 24
+    """Deepest draft that is timed; deeper ones are extrapolated. Depth up to which their rows are verified."""
     BATCH = 8
     """From this many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
     GUESS = 0.08
@@ -237,8 +237,7 @@ class Prices:
         disturbed = False
         verify: dict[int, list[float]] = {}
         draft: dict[str, dict[int, list[float]]] = {method: {} for method in self.nodes}
-        every = list(self._kinds(sequences))
-        some = [kind for kind in every if kind[1] != 1 or kind[2] <= 2]  # where a round of all takes seconds
+        every, some = (list(self._kinds(sequences, each)) for each in (True, False))  # all may take seconds
         for sweep in range(self.SWEEPS[1]):
             kinds = some if sweep < self.SWEEPS[0] else every
             if sweep >= self.SWEEPS[0]:
@@ -277,14 +276,14 @@ class Prices:
         row = max(0.0, more - one) / (self.LONG_ROWS - 1)
         return max(0.0, one - row), row
 
-    def _kinds(self, sequences: int) -> Iterator[tuple[str | None, int, int]]:
+    def _kinds(self, sequences: int, every: bool) -> Iterator[tuple[str | None, int, int]]:
         """The rounds to time: ``time_round``'s arguments. A verification follows a draft, as it does later."""
         yield None, 0, 1
         for method, nodes in self.nodes.items():
-            deepest = min(len(nodes) - 1, self.DEEPEST)
-            depths = {1, 2, 4, 8, deepest} & {*range(1, deepest + 1)}
-            drafted = {nodes[depth] + 1: depth for depth in depths}
-            rows = {*drafted, *range(2, 14)}  # several requests' drafts have more rows than one can have
+            deepest = min(len(nodes) - 1, self.WIDEST)
+            depths = sorted({1, 2, 4, 8, deepest} & {*range(1, deepest + 1)})
+            drafted = {nodes[depth] + 1: depth if depth <= self.DEEPEST else 1 for depth in depths}
+            rows = {*drafted, *(range(2, 14) if every else ())}  # several requests' drafts have more than one can have
             yield method, 0, 2
             if sequences > 1:
                 rows = {n for n in (2, 3, 5, 9) if n <= nodes[deepest] + 1}
