@@ -99,6 +99,8 @@ class Adaptive(LengthPolicy):
         """That of this round; None: nobody in it may draft."""
         self._round: tuple[float, float, float, float] | None = None
         """What it will be told of this round, but for the host's seconds."""
+        self._idle = False
+        """Whether nothing is learnt from this round: it is one of many at rest."""
         self._number = 0
         self._plain = False
         """Whether the last round was one without drafts."""
@@ -132,9 +134,13 @@ class Adaptive(LengthPolicy):
         rest = self._rests[(len(sequences) - 1).bit_length()]
         self._rest, self.resting = rest, rest.resting and not rest.follows
         self._number += 1
+        probes = self._number % self.LOOKS == 0
+        self._idle = rest.resting and not (probes or rest.comparing) and self.prices.compared
+        if self._idle:
+            self._budgets = [0] * len(sequences)
+            return list(self._budgets)
         if rest.resting:
             self._table = table = self._price_table(sequences)
-            probes = self._number % self.LOOKS == 0
             # Look-ups are worth what they bring beyond plain rounds.
             self._plan = Plan(rate=len(sequences) / self.prices.verify(table, len(sequences), len(sequences)))
             self._budgets = [self._probe(sequence) if probes else 0 for sequence in sequences]
@@ -219,6 +225,10 @@ class Adaptive(LengthPolicy):
         return best
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
+        if self._idle and self._rest is not None:
+            self._plain = True
+            self._rest.skip()
+            return
         count, rows = len(sequences), len(sequences) + sum(map(len, drafts))
         self._chances_now.clear()
         for sequence, draft, verdict, budget in zip(sequences, drafts, verdicts, self._budgets):
@@ -279,7 +289,7 @@ class Adaptive(LengthPolicy):
 
     def longest_nodes(self, sequence: RequestState) -> int:
         """At most the plan's budget, so that no rows and pages are reserved in vain."""
-        if sequence.drafter is None:
+        if sequence.drafter is None or (self._idle and (self._number + 1) % self.LOOKS):
             return 0
         depth = self.longest(sequence)
         if not self.parts(sequence).lookups and self._plan.rounds_left and sequence.id in self._plan.sequences:

@@ -340,6 +340,11 @@ class Prices:
                 self.slower, self._before = 0, sum(self._plain) / 2
                 self._compare(table, self._before)
 
+    @property
+    def compared(self) -> bool:
+        """Whether plain rounds have followed the last verification of drafts, and were compared with it."""
+        return len(self._plain) >= 2
+
     def _compare(self, table: PriceTable, plain: float) -> None:
         """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
         by_rows: dict[int, list[float]] = {}

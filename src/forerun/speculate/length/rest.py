@@ -73,9 +73,13 @@ class Rest:
 
     def skip(self) -> None:
         """A round that also read a prompt: it is as long as others, but not compared."""
-        comparing = self.resting and self._work
-        if not comparing and (self.resting or len(self._work) >= self.CHECK):
+        if not self.comparing and (self.resting or len(self._work) >= self.CHECK):
             self._left = max(1, self._left - 1)
+
+    @property
+    def comparing(self) -> bool:
+        """Whether rounds at rest are compared with those before."""
+        return self.resting and bool(self._work)
 
     @property
     def extra(self) -> float:
