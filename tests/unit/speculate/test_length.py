@@ -274,9 +274,13 @@ def test_prices_of_a_busy_minute_are_measured_again_by_the_next_process(busy):
     assert bool(prices.state()) is not busy
 
 
-def test_prices_are_guessed_where_nothing_can_be_measured():
+@pytest.mark.parametrize("kept", [False, True])
+def test_guessed_and_kept_prices_are_soon_corrected(kept):
     prices = Prices({"m": [0, 1, 2]})
     table = prices.at(1)
+    if kept:
+        prices.restore(json.loads(json.dumps([[0, 1, table.state()]])))
+        table = prices.at(1)
     assert prices.verify(table, 3, 1) > prices.verify(table, 1, 1)
     assert prices.draft(table, "m", 2) > 0.0
     for compared in range(prices.UNCHECKED):

@@ -92,7 +92,7 @@ class PriceTable:
     """Whether other programs used the processor while it was measured, or it was guessed: the next engine measures
     anew."""
     unchecked: int = 0
-    """How many of its first comparisons with plain rounds are to come, if it was guessed."""
+    """How many of its first comparisons with plain rounds are to come, if it was guessed or is of another day."""
     level: float | None = None
     """Present seconds of a round over those of the table; None: none was seen yet."""
     bias: dict[int, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class PriceTable:
         read = {str(name): float(seconds) for name, seconds in state["read"].items()}
         draft = {n: curve(points) for n, points in state["draft"].items()}
         memory, row = map(float, state["attention"])
-        return cls(curve(state["verify"]), draft, read, (memory, row))
+        return cls(curve(state["verify"]), draft, read, (memory, row), unchecked=Prices.UNCHECKED)
 
 
 class Prices:
@@ -148,7 +148,7 @@ class Prices:
     GUESS = 0.08
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
     UNCHECKED = 4
-    """Comparisons with plain rounds of which each counts for half, where prices are guessed."""
+    """Comparisons with plain rounds of which each counts for half, where prices are guessed or kept."""
     LONG_ROWS = 5
     """Rows of a request with which ``PriceTable.attention`` is measured, beside 1."""
     NEAR = 24
