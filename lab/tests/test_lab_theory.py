@@ -8,13 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.theory import (
-    acceptance_rate,
-    best_gamma,
-    expected_tokens,
-    predicted_speedup,
-    walltime_improvement,
-)
+from forerun.theory import acceptance_rate, best_gamma, expected_tokens, predicted_speedup, walltime_improvement
 from forerun_lab import theory as lab
 
 

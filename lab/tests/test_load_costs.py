@@ -34,11 +34,7 @@ def test_a_price_of_one_is_none_of_several():
         _way("none", 0, alone)
     assert _way("none", 0, {1: timed((1, 1.0))}).seconds.points == {1: 1.0}
     assert _way("ngram", 3, {count: timed((1, 1.0), k=3) for count in (1, 2, 3)}) is None
-    assert _way(
-        "ngram",
-        3,
-        {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)},
-    ).seconds.points == {1: 1.0, 2: 1.5}
+    assert _way("ngram", 3, {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)}).seconds.points == {1: 1.0, 2: 1.5}
 
 
 def test_a_round_costs_what_rounds_cost_at_the_mean_though_most_draft_nothing():

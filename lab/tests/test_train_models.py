@@ -195,8 +195,7 @@ def damaged(folder, target, damage):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    ["config", "kind", "shape", "type", "no weights", "cut weights", "tokenizer", "tokenizer config"],
+    "damage", ["config", "kind", "shape", "type", "no weights", "cut weights", "tokenizer", "tokenizer config"]
 )
 def test_a_target_that_cannot_be_loaded_is_an_error(tmp_path, target, damage):
     folder = damaged(tmp_path / "target", target, damage)

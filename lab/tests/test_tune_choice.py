@@ -21,12 +21,7 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch):
     disturbed = True
 
     def spent(method, number):
-        usual = {
-            "none": 1.0,
-            "ngram": 1.6,
-            "cascade": (1.05, 2.6)[number % 2],
-            "eagle": 20.0 if not number else 1.5,
-        }
+        usual = {"none": 1.0, "ngram": 1.6, "cascade": (1.05, 2.6)[number % 2], "eagle": 20.0 if not number else 1.5}
         return usual[method] * (draw.uniform(100, 400) if disturbed and draw.random() < 0.1 else 1)
 
     class Simulated:

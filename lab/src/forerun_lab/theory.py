@@ -14,15 +14,7 @@ from typing import NamedTuple
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.theory import (
-    Distribution,
-    as_count,
-    as_number,
-    as_pair,
-    as_rows,
-    as_tensor,
-    expected_tokens,
-)
+from forerun.theory import Distribution, as_count, as_number, as_pair, as_rows, as_tensor, expected_tokens
 
 __all__ = [
     "Shape",

@@ -202,11 +202,7 @@ class WrittenPrompts:
         return self.texts.prompts, replace(self.config, sampling={"stop": ends, **self.config.sampling})
 
     def by_category(
-        self,
-        contenders: Sequence[Contender],
-        runs: Sequence[Sequence[Measured]],
-        temperature: float,
-        concurrency: int,
+        self, contenders: Sequence[Contender], runs: Sequence[Sequence[Measured]], temperature: float, concurrency: int
     ) -> list[dict[str, Any]]:
         return by_category(contenders, runs, self.texts, temperature, concurrency, self.tokenizer, self.judge)
 

@@ -198,11 +198,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
     if args.ctranslate2:
         worker, contenders["ctranslate2"] = ctranslate2_search(base, args.ctranslate2)
     prompts = make_prompts(
-        args.prompt_set,
-        base.tokenizer,
-        count=args.prompts,
-        length=args.prompt_tokens,
-        file=args.prompts_file,
+        args.prompt_set, base.tokenizer, count=args.prompts, length=args.prompt_tokens, file=args.prompts_file
     )
     rows = []
     for width in widths:
