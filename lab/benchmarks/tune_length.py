@@ -3,11 +3,16 @@
 ``PYTHONPATH=tests/helpers python lab/benchmarks/tune_length.py [NAME=VALUE ...]`` tries other values of its constants.
 Speeds are over plain decoding in undisturbed work, the policy's own time included; now and then the machine is busy.
 Each cell is a processor and a kind of requests, by how often their drafts are accepted. Those held out come last, with
-a mean of their own: they show whether a value is good elsewhere, too, so choose no value by them.
+a mean of their own: they show whether a value is good elsewhere, too, so choose no value by them. At the end, policies
+begin with a price table that an earlier process has kept: right, too cheap or too dear, on a steady machine and on one
+whose level jumps up to twofold.
 """
 
+import json
 import random
 import sys
+from bisect import bisect_right
+from functools import partial
 from math import sin
 from statistics import mean
 
@@ -83,8 +88,37 @@ HELD_OUT_KINDS = {
 """Acceptance by request and position."""
 
 
+OF_HEADS = {
+    "AMX": {**HEAD, "base": 3.2, "draft": 0.2, "per_level": 0.6, "prices": (1.0, 1.2, 1.47, 1.7, 1.95)},
+    "Ice Lake": {**HEAD, "base": 4.5, "per_level": 0.35, "prices": (1.0, 1.12, 1.25, 1.37, 1.5)},
+    "Zen 5": {**HEAD, "base": 2.3, "draft": 0.25, "per_level": 0.12, "prices": (1.0, 1.06, 1.12, 1.16, 1.22, 1.32)},
+}
+"""SmolLM2 and its head, as measured on two threads."""
+RATES = (0.2, 0.4, 0.6, 0.75)
+KEPT = {"right": 1.0, "too cheap": 0.6, "too dear": 1.7}
+"""What a kept table says of the rows beyond the first, over what they cost."""
+
+
 def busy(seconds):
     return 1.6 if int(seconds / 0.7) % 3 == 1 else 1.0
+
+
+def jumps():
+    """A level between 1 and 2, which holds for 0.02 to 2 seconds."""
+    draw, ends, levels = random.Random(7), [0.0], [1.0]
+    while ends[-1] < 200.0:
+        ends.append(ends[-1] + draw.choice([0.02, 0.1, 0.5, 2.0]))
+        levels.append(draw.uniform(1.0, 2.0))
+    return lambda seconds: levels[bisect_right(ends, seconds % 199.0) - 1]
+
+
+def kept(costs, factor, seed):
+    """What a process without disturbances keeps, but for the prices of its rows, and for what it has learnt."""
+    state = json.loads(play(Machine(**costs), "adaptive", 1, lambda *_: 0.5, depth=DEPTH, requests=1, seed=seed).kept)
+    for *_, table in state["prices"]:
+        one = table["verify"]["1"]
+        table["verify"] = {rows: one + factor * (price - one) for rows, price in table["verify"].items()}
+    return json.dumps({**state, "drafting": [], "lookups": [], "rests": [], "lengths": []})
 
 
 def run(policy, processor, kind, seed, depth=DEPTH):
@@ -107,6 +141,8 @@ def main():
         setattr(Adaptive, name, type(getattr(Adaptive, name))(float(value)))
     measure("regret", PROCESSORS, KINDS)
     measure("held out", HELD_OUT, HELD_OUT_KINDS)
+    for name, slow in {"steady": {}, "jumping": {"slow": jumps()}}.items():
+        measure_kept(name, slow)
 
 
 def measure(name, processors, kinds):
@@ -121,6 +157,26 @@ def measure(name, processors, kinds):
             print(f"{processor:32} {kind:9} best {best:5.2f}  adaptive {own:5.2f}  regret {regrets[-1]:6.1%}")
     low = [min(each, 1.0) for each in slowest]
     print(f"{name}: mean {mean(regrets):.2%}, at most {max(regrets):.2%}; 200 rounds: {mean(low):.3f}, {min(low):.3f}")
+
+
+def measure_kept(name, slow):
+    regrets = {factor: [] for factor in KEPT}
+    for processor, costs in OF_HEADS.items():
+        for rate in RATES:
+            one = partial(run_kept, {**costs, **slow, "follows": 0.1}, rate)
+            best = max(1.0, *(speed([one("fixed", d, seed) for seed in range(SEEDS)]) for d in range(1, DEPTH + 1)))
+            for factor, each in regrets.items():
+                tables = [kept(costs, KEPT[factor], seed) for seed in range(SEEDS)]
+                each.append(1.0 - speed([one("adaptive", DEPTH, *given) for given in enumerate(tables)]) / best)
+            shown = "  ".join(f"{factor} {each[-1]:6.1%}" for factor, each in regrets.items())
+            print(f"{processor:9} {name:8} {rate}  best {best:5.2f}  regret, kept prices {shown}")
+    for factor, each in regrets.items():
+        print(f"{name}, kept prices {factor}: mean {mean(each):.2%}, at most {max(each):.2%}")
+
+
+def run_kept(costs, rate, policy, depth, seed, table=None):
+    given = {"depth": depth, "length": LENGTH, "requests": 12, "seed": seed, "kept": table}
+    return play(Machine(**costs), policy, 1, lambda *_: rate, **given)
 
 
 if __name__ == "__main__":
