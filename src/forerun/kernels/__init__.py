@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -455,7 +455,7 @@ if hasattr(os, "register_at_fork"):
 _local = threading.local()
 
 
-_set_openmp_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+_set_openmp_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", lambda count: None)
 """Sets the number for the calling thread alone; ``torch.set_num_threads`` sets it for threads that start later, too."""
 
 
@@ -467,23 +467,23 @@ def on_threads(count: int, *, alone: bool = False) -> Iterator[None]:
     cores that the kernels' threads need.
     """
     before = getattr(_local, "threads", None), getattr(_local, "torch", None)
-    _local.threads, _local.torch = count, torch.get_num_threads() if alone else None
+    usual = torch.get_num_threads() if alone else None
+    _local.threads, _local.torch = count, usual
+    if usual is not None:
+        _set_openmp_threads(1)
     try:
-        with _torch_threads(1 if alone else None):
-            yield
+        yield
     finally:
+        if usual is not None:
+            _set_openmp_threads(usual)
         _local.threads, _local.torch = before
 
 
-def all_torch_threads() -> AbstractContextManager[None]:
-    """Within ``on_threads(count, alone=True)``, torch computes on its own number of threads again."""
-    return _torch_threads(getattr(_local, "torch", None))
-
-
 @contextmanager
-def _torch_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if _set_openmp_threads is None or count is None or count == before:
+def all_torch_threads() -> Iterator[None]:
+    """Within ``on_threads(count, alone=True)``, torch computes on its own number of threads again."""
+    count, before = getattr(_local, "torch", None), torch.get_num_threads()
+    if count is None:
         yield
         return
     _set_openmp_threads(count)

@@ -3,7 +3,7 @@ request's options and its own context, the drafted tokens before it included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -46,8 +46,15 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     filtered.
     """
     logits = edit(logits, rows)
-    if logits.dtype == torch.float32 and (compiled.can_sample(logits.device) or gpu.serves(logits.device)):
-        return _restrict(logits, rows)
+    if not any(row.effective_temperature for row in rows):
+        return logits
+    if logits.dtype == torch.float32:
+        if compiled.can_sample(logits.device):
+            return _restrict(logits, rows, compiled.restrict)
+        if gpu.serves(logits.device):
+            from forerun.sampling import triton  # which not every system has
+
+            return _restrict(logits, rows, triton.restrict)
     scales = [row.effective_temperature or 1.0 for row in rows]
     if any(scale != 1.0 for scale in scales):
         logits = logits / torch.tensor(scales, device=logits.device)[:, None]
@@ -61,16 +68,12 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return logits
 
 
-def _restrict(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _restrict(logits: torch.Tensor, rows: Sequence[Row], kernel: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Temperature and filters through a kernel."""
     options = restrictions(rows)
     if not any(each != 1.0 or row.sequence.params.filters for each, row in zip(options[0], rows) if each):
         return logits
-    if compiled.can_sample(logits.device):
-        return compiled.restrict(logits, *options)
-    from forerun.sampling import triton  # which not every system has
-
-    return triton.restrict(logits, *options)
+    return kernel(logits, *options)
 
 
 def restrictions(rows: Sequence[Row]) -> tuple[list[float], list[float], list[int]]:
