@@ -14,10 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, README = ROOT / "lab" / "benchmarks" / "results", ROOT / "README.md"
 BEGIN, END = "<!-- lab/benchmarks/table.py writes this table -->\n", "<!-- end of the table -->"
 MODELS = {
-    "auto_qwen2.5-coder-1.5b.json": "Qwen2.5-Coder-1.5B (Q4_K_M), its 0.5B as draft",
-    "auto_smollm2.json": "SmolLM2-135M (Q4_1), its bundled head",
+    "auto_qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B (Q4_K_M), its 0.5B as draft",
+    "auto_smollm2": "SmolLM2-135M (Q4_1), its bundled head",
 }
-SETS = {"humaneval": "code that repeats its prompt", "categories-small": "mixed chat"}
+"""Files of results, and what they measured. The same with an ending is of another processor."""
+OTHER = "_avx2"
+SETS = {"humaneval": "code that repeats prompts", "categories-small": "mixed chat"}
 HEAD = ("One request, T = 0: tokens/s", "plain", "`auto`", "`auto` over plain", "whole request", "slower")
 
 
@@ -26,33 +28,53 @@ def rate(result: dict[str, Any]) -> float:
     return float((result["tokens"] - 1) / max(result["seconds"] - result["first"], 1e-9))
 
 
-def row(run: dict[str, Any], prompts: str) -> list[str]:
-    """Prompts, both speeds, the ratios of speeds and of whole requests, and how many pairs the drafts made slower."""
-    pairs = [pair for pair in run["pairs"] if pair["prompt"] == prompts and pair["plain"]["tokens"] > 1]
-    speeds = {who: [rate(pair[who]) for pair in pairs] for who in ("plain", "auto")}
-    ratios = [auto / plain for plain, auto in zip(*speeds.values(), strict=True)]
+def pairs_of(run: dict[str, Any], prompts: str, temperature: float) -> list[dict[str, Any]]:
+    same = (pair for pair in run["pairs"] if (pair["prompt"], pair["temperature"]) == (prompts, temperature))
+    return [pair for pair in same if pair["plain"]["tokens"] > 1]
+
+
+def row(pairs: list[dict[str, Any]]) -> list[str]:
+    """Both speeds, the ratios of speeds and of whole requests, and how many pairs the drafts made slower."""
+    plain, auto = (f"{statistics.median(rate(pair[who]) for pair in pairs):.0f}" for who in ("plain", "auto"))
+    ratios = [rate(pair["auto"]) / rate(pair["plain"]) for pair in pairs]
     whole = [pair["plain"]["seconds"] / pair["auto"]["seconds"] for pair in pairs]
-    plain, auto = (f"{statistics.median(values):.0f}" for values in speeds.values())
     slower = f"{sum(ratio < 1 for ratio in ratios)} of {len(pairs)}"
     return [plain, auto, f"**{shown(ratios)}**", shown(whole), slower]
 
 
+def brief(runs: list[dict[str, Any]], temperature: float) -> str:
+    """The medians of all rows in one line."""
+    medians, slower, count = [], 0, 0
+    for run in runs:
+        for prompts in SETS:
+            ratios = [rate(pair["auto"]) / rate(pair["plain"]) for pair in pairs_of(run, prompts, temperature)]
+            medians.append(f"{statistics.median(ratios):.2f}")
+            slower, count = slower + sum(ratio < 1 for ratio in ratios), count + len(ratios)
+    return f"{', '.join(medians)} ({slower} of {count} slower)"
+
+
+def read(ending: str = "") -> dict[str, dict[str, Any]]:
+    files = {title: RESULTS / f"{file}{ending}.json" for file, title in MODELS.items()}
+    return {title: json.loads(file.read_text(encoding="utf-8")) for title, file in files.items()}
+
+
 def table() -> str:
-    runs = {title: json.loads((RESULTS / file).read_text(encoding="utf-8")) for file, title in MODELS.items()}
+    runs, others = read(), [*read(OTHER).values()]
     rows = (
-        [f"{title.partition(' ')[0]}: {SETS[prompts]}", *row(run, prompts)]
+        [f"{title.partition(' ')[0]}: {SETS[prompts]}", *row(pairs_of(run, prompts, 0.0))]
         for title, run in runs.items()
         for prompts in SETS
     )
     lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
+    machine, other = runs["SmolLM2-135M (Q4_1), its bundled head"], others[-1]
     lines += [
         "",
         "Speeds are medians after the first token, ratios are medians of pairs (95 %; of five or fewer, the extremes).",
+        f"{'; '.join(runs)}; answers of up to {max(pair['answer'] for pair in machine['pairs'])} tokens.",
+        f"{machine['threads']} threads of {machine['processor']}, {machine['date']}.",
+        f"The same ratios at T = 0.8: {brief([*runs.values()], 0.8)};",
+        f"at T = 0 on an {other['processor']}, {other['date']}: {brief(others, 0.0)}.",
     ]
-    for title, run in runs.items():
-        longest = max(pair["answer"] for pair in run["pairs"])
-        machine = f"{run['threads']} threads of {run['processor']}"
-        lines.append(f"{title}: {machine}, {run['date']}, answers of up to {longest} tokens.")
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -120,19 +121,23 @@ def test_the_table_of_auto_is_what_the_files_of_results_give(generate):
     assert table.written(readme) == readme, "run python lab/benchmarks/table.py"
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
     assert table.table() in generate.filled(page)
-    for name in table.MODELS:
-        run = json.loads((folder / "results" / name).read_text(encoding="utf-8"))
+    for name, ending in product(table.MODELS, ("", table.OTHER)):
+        run = json.loads((folder / "results" / f"{name}{ending}.json").read_text(encoding="utf-8"))
         assert {"command", "processor", "date", "threads"} <= run.keys()
+        assert run["processor"] in readme
         for prompts, title in table.SETS.items():
-            line = next(line for line in readme.splitlines() if f"{table.MODELS[name].split()[0]}: {title} |" in line)
             ratios = [
                 (pair["auto"]["tokens"] - 1)
                 / (pair["auto"]["seconds"] - pair["auto"]["first"])
                 / (pair["plain"]["tokens"] - 1)
                 * (pair["plain"]["seconds"] - pair["plain"]["first"])
                 for pair in run["pairs"]
-                if pair["prompt"] == prompts
+                if pair["prompt"] == prompts and pair["temperature"] == 0.0
             ]
+            if ending:
+                assert f"{statistics.median(ratios):.2f}" in readme.split("at T = 0 on")[1].split("\n")[0]
+                continue
+            line = next(line for line in readme.splitlines() if f"{table.MODELS[name].split()[0]}: {title} |" in line)
             assert f"**{statistics.median(ratios):.2f} (" in line
             assert f"| {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} |" in line
 
