@@ -9,7 +9,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.heads.base import FeatureDrafter
-from forerun.speculate.length.base import Seconds, Setting
+from forerun.speculate.length.base import Parts, Seconds, Setting
 from forerun.speculate.length.rest import Rest
 from forerun.speculate.names import policies
 from simulated import Machine, play
@@ -108,10 +108,25 @@ def test_rounds_in_which_nobody_may_draft_are_not_compared():
     sequence.num_computed_tokens = 8
     for drafter in ("m", None, None, "m"):
         sequence.drafter = drafter
+        assert policy.longest_nodes(sequence) == (2 if drafter else 0)
         drafts = [Draft.chain([0] * budget) for budget in policy.budgets([sequence])]
         policy.observe([sequence], drafts, [Verdict(token=0, tokens=[0], fed=1)], Seconds(0.0, 1.0, 0.0))
         policy.observe_host(0.1)
     assert len(told) == 2
+
+
+def test_most_rounds_at_rest_reserve_no_rows_and_look_nothing_up():
+    policy, found = policies["adaptive"](Setting({"m": [0, 1, 2]}, parts={"m": Parts(("m",), None)})), []
+    policy._rests[0].restore([0.5, 0.0, 1, 0.6])
+    one = RequestState(0, [0] * 9, 8, SamplingParams(max_tokens=99), seed=0, max_tokens=200, drafter="m", scheduled=1)
+    one.num_computed_tokens = 8
+    for _ in range(32):
+        one.draft_budget = None
+        one.draft_budget = policy.longest_nodes(one)
+        found.append((one.draft_budget, *policy.budgets([one])))
+        policy.observe([one], [Draft()], [Verdict(token=0, tokens=[0], fed=1)], Seconds(0.0, 1.0, 0.0))
+        policy.observe_host(0.0)
+    assert found[8:] == 3 * [*[(0, 0)] * 7, (2, 2)]
 
 
 def test_one_slow_round_is_not_what_work_costs():

@@ -134,13 +134,13 @@ class Adaptive(LengthPolicy):
         rest = self._rests[(len(sequences) - 1).bit_length()]
         self._rest, self.resting = rest, rest.resting and not rest.follows
         self._number += 1
-        probes = self._number % self.LOOKS == 0
-        self._idle = rest.resting and not (probes or rest.comparing) and self.prices.compared
+        self._idle = self._quiet(self._number)
         if self._idle:
             self._budgets = [0] * len(sequences)
             return list(self._budgets)
         if rest.resting:
             self._table = table = self._price_table(sequences)
+            probes = self._number % self.LOOKS == 0
             # Look-ups are worth what they bring beyond plain rounds.
             self._plan = Plan(rate=len(sequences) / self.prices.verify(table, len(sequences), len(sequences)))
             self._budgets = [self._probe(sequence) if probes else 0 for sequence in sequences]
@@ -165,6 +165,12 @@ class Adaptive(LengthPolicy):
         budgets = [self._budget(s, cap, plan) if cap else 0 for s, cap in zip(sequences, longest)]
         self._budgets = budgets
         return budgets
+
+    def _quiet(self, number: int) -> bool:
+        """Whether that round is one of many at rest in which nothing is looked up or compared."""
+        rest = self._rest
+        quiet = rest is not None and rest.resting and not rest.comparing and self.prices.compared
+        return quiet and number % self.LOOKS > 0
 
     def _price_table(self, sequences: Requests) -> PriceTable:
         return self.prices.at(len(sequences), sum([len(s.tokens) for s in sequences]) / len(sequences))
@@ -225,7 +231,8 @@ class Adaptive(LengthPolicy):
         return best
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
-        if self._idle and self._rest is not None:
+        if self._idle:
+            assert self._rest is not None
             self._plain = True
             self._rest.skip()
             return
@@ -289,7 +296,7 @@ class Adaptive(LengthPolicy):
 
     def longest_nodes(self, sequence: RequestState) -> int:
         """At most the plan's budget, so that no rows and pages are reserved in vain."""
-        if sequence.drafter is None or (self._idle and (self._number + 1) % self.LOOKS):
+        if sequence.drafter is None or self._quiet(self._number + 1):
             return 0
         depth = self.longest(sequence)
         if not self.parts(sequence).lookups and self._plan.rounds_left and sequence.id in self._plan.sequences:
