@@ -107,15 +107,9 @@ BAD_LAYERS = [
     {"kv_source": 1},
 ]  # fmt: skip
 BAD_MODELS = [
-    {"rotaries": -1},
-    {"rotaries": 0},
-    {"rotaries": 99},
-    {"activation": -1},
-    {"activation": 2},
-    {"intermediate": 63},
-    {"norm_embedding": 1},
-    {"norm_given": 1},
-]
+    {"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2},
+    {"intermediate": 63}, {"norm_embedding": 1}, {"norm_given": 1},
+]  # fmt: skip
 
 
 def test_a_layer_whose_parts_do_not_fit(model):

@@ -148,15 +148,9 @@ BAD_POOLS = [
     {"value_width": 0}, {"value_width": 6}, {"value_width": 3}, {"key_page": -1}, {"value_slot": -1},
 ]  # fmt: skip
 BAD_HEADS = [
-    {"heads": 0},
-    {"heads": -1},
-    {"window": -1},
-    {"sink_tokens": -1},
-    {"sink_tokens": 129},
-    {"q_stride": -1},
-    {"k_stride": -1},
-    {"v_stride": -1},
-]
+    {"heads": 0}, {"heads": -1}, {"window": -1}, {"sink_tokens": -1}, {"sink_tokens": 129}, {"q_stride": -1},
+    {"k_stride": -1}, {"v_stride": -1},
+]  # fmt: skip
 BIASED = [{"reach": 4}, {"reach": 0}, {"reach": -1}]
 
 

@@ -26,14 +26,8 @@ SIZES = ["-1", "x", "", str(2**60), str(2**200), "1e3"]
 NAMES = [f"{each}{end}" for each in [*PATHS, "a\0b", "a\nb", "\x1b[2J", "\ud800"] for end in (".gguf", "/m.gguf")]
 FILES = ['"x"', "[5]", "[{}]", '[{"rfilename": 5}]', '[{"rfilename": null}]']
 LISTINGS = [
-    "",
-    "[]",
-    "null",
-    "[" * 5000,
-    '{"id": 5}',
-    "\xff",
-    *(f'{{"id": "a/b", "siblings": {each}}}' for each in FILES),
-]
+    "", "[]", "null", "[" * 5000, '{"id": 5}', "\xff", *(f'{{"id": "a/b", "siblings": {each}}}' for each in FILES),
+]  # fmt: skip
 
 
 class Lie:

@@ -298,6 +298,7 @@ def test_a_curve_never_falls_and_goes_on_beyond_its_ends():
     assert curve(6) == pytest.approx(1.6)
     assert curve(10) == pytest.approx(2.4)
     assert curve(0.5) == 1.0
+    assert Curve({3: 2.0})(7) == 2.0
     disturbed = Curve({1: 1.0, 8: 3.0, 14: 5.9, 16: 5.0})
     assert disturbed(14) == disturbed(16) == 5.0
     assert disturbed(24) == pytest.approx(7.0)
@@ -318,6 +319,13 @@ def test_look_ups_of_a_full_batch_cost_little_where_each_row_is_dear(count, room
         assert run.slowest() > least
 
 
+def looks_up_on(machine):
+    parts = {"look": Parts(("look",), None)}
+    policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
+    policy.prices.clock = lambda: 0.0
+    return policy
+
+
 def looked_up(policy, tokens, kinds):
     """What of a looked-up chain is verified."""
     one = sequence(0)
@@ -330,10 +338,7 @@ def looked_up(policy, tokens, kinds):
 
 @pytest.mark.parametrize(("prices", "least", "most"), [((1.0, 1.01, 1.02, 1.03, 1.04), 3, 4), ((1.0, 1.9, 2.8), 0, 0)])
 def test_a_looked_up_chain_is_verified_as_far_as_its_rows_pay(prices, least, most):
-    machine = Machine(**XEON | {"prices": prices})
-    parts = {"look": Parts(("look",), None)}
-    policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
-    policy.prices.clock = lambda: 0.0
+    policy = looks_up_on(Machine(**XEON | {"prices": prices}))
     _, draft = looked_up(policy, [5, 6, 7, 8], [evidence(2, 0.5)] * 4)
     assert least <= len(draft) <= most
     if not most:
@@ -343,9 +348,7 @@ def test_a_looked_up_chain_is_verified_as_far_as_its_rows_pay(prices, least, mos
 def test_what_is_not_verified_is_learnt_from_all_the_same():
     """Each look-up is right, and rows are too dear for it at first; then it is known to be always right."""
     machine = Machine(**XEON | {"prices": (1.0, 1.55, 2.1)})
-    parts = {"look": Parts(("look",), None)}
-    policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
-    policy.prices.clock = lambda: 0.0
+    policy = looks_up_on(machine)
     kinds = [evidence(1, 0.5)] * 4
     lengths = []
     for _ in range(60):
@@ -427,6 +430,10 @@ def test_a_sequence_moves_what_is_expected_of_its_method():
         drafting.count(one, 2, Draft.chain([0, 0]), 0)
     assert rates(drafting, one, 1)[0] < 0.3
     assert rates(drafting, one, 1) < rates(drafting, other, 1)
+    for _ in range(2000):  # tokens without drafts
+        drafting.forget(one.id)
+    assert rates(drafting, one, 2) == pytest.approx(rates(drafting, other, 2), abs=0.01)
+    assert drafting.own[one.id][1] == pytest.approx(drafting.OWN, rel=0.01)
     drafting.release(one.id)
     assert rates(drafting, one, 2) == rates(drafting, other, 2)
 
