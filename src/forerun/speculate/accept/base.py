@@ -111,7 +111,7 @@ def follow_samples(compared: Comparison) -> list[Verdict]:
     """Samples every row with the noise of its position, and follows, from the root, the child that carries the sampled
     token for as long as there is one."""
     scores, tokens, tops = compared.scores, compared.pick(), compared.tops
-    overlap, verdicts = compared.overlaps(), []
+    overlap, verdicts = compared.overlaps() if any(map(len, compared.scores.drafts)) else {}, []
     for index, draft in enumerate(scores.drafts):
         path: list[int] = []
         row = scores.row(index, -1)
