@@ -225,6 +225,7 @@ def test_second_choices_that_followed_before_are_branches_beside_the_chain():
     drafter.release(sequence(text))
     assert drafter.propose([sequence(text)], [4])[0].tokens == [2]
     refused(ConfigError, "beside a chain", build, "suffix", second_choices=1, tree=[2, 1])
+    assert build("suffix", second_choices=1).config.branches
 
 
 def test_second_choices_are_the_targets_next_best_tokens(tiny_target):
