@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from forerun.models.run.graphs import Steps
     from forerun.speculate.draft.graph_chain import GraphChains
 
-NO_TOKEN, LOWEST = -1, -1e300
+NO_TOKEN = -1
+LOWEST = -1e300
+"""A floor that no chain falls below. Unlike -inf, confidence is computed for it."""
 FEEDS_RAW, FEEDS_NORMED = 1, 2
 """A step's input includes the last step's output, before the final norm (EAGLE) or after it (MTP)."""
 PRIOR_RATES = (0.0, 0.4, 0.6, 0.8)
