@@ -128,7 +128,7 @@ def test_every_drafter_and_its_waits(target, prompts, tmp_path, on_gpu, monkeypa
     assert max(map(len, found)) == WAITS[method], found
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle with a threshold"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle with a threshold", "dflash with a threshold"])
 def test_rounds_that_are_timed_wait_as_others(target, tmp_path, on_gpu, monkeypatch, method):
     """Also where a verification has more rows than the drafter drafts. With a threshold the host reads the draft."""
     built, waits = on_gpu(way_of(method, target, tmp_path)), HostWaits(monkeypatch)

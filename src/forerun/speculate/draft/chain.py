@@ -33,15 +33,13 @@ from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row, restrictions
 from forerun.speculate.draft.base import Chooser, DrafterConfig
-from forerun.speculate.draft.levels import StepsConfig
+from forerun.speculate.draft.levels import StepsConfig, floor_of
 
 if TYPE_CHECKING:
     from forerun.models.run.graphs import Steps
     from forerun.speculate.draft.graph_chain import GraphChains
 
 NO_TOKEN = -1
-LOWEST = -1e300
-"""A floor that no chain falls below. Unlike -inf, confidence is computed for it."""
 FEEDS_RAW, FEEDS_NORMED = 1, 2
 """A step's input includes the last step's output, before the final norm (EAGLE) or after it (MTP)."""
 PRIOR_RATES = (0.0, 0.4, 0.6, 0.8)
@@ -257,7 +255,6 @@ class ChainRunner:
         tables = array("q", [prepared.plan.table_starts[i] for i in with_logits])
         width = self.fused.vocab_size if self.output_ids is None else self.chooser.sampler.vocab_size
         samples = any(temperatures)
-        floor = min(self.floor, LOWEST) if chosen[0].whole_drafts else self.floor
         q = torch.empty(longest * count, width) if samples else None  # step s of chain i: row s * count + i
         keys, quantiles = self._keys(chosen, longest) if samples else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
@@ -267,9 +264,9 @@ class ChainRunner:
             tables=structs.address(tables), temperatures=structs.address(temperatures),
             thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
             output_ids=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
-            quantiles=structs.address(quantiles), tokens=structs.address(tokens),
-            q=0 if q is None else q.data_ptr(), num_ids=width, feeds_hidden=self.feeds_hidden,
-            min_confidence=structs.number(floor), siblings=structs.address(siblings) if self.branches else 0,
+            quantiles=structs.address(quantiles), tokens=structs.address(tokens), num_ids=width,
+            q=0 if q is None else q.data_ptr(), min_confidence=structs.number(floor_of(chosen[0], self.floor)),
+            feeds_hidden=self.feeds_hidden, siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
         self.fused.draft(*self.fused.addresses, prepared.address, structs.address(call))

@@ -31,7 +31,7 @@ from forerun.sampling import triton as sampling
 from forerun.sampling.noise import target_key
 from forerun.sampling.warp import restrictions
 from forerun.speculate.draft.base import Chooser
-from forerun.speculate.draft.levels import StepsConfig
+from forerun.speculate.draft.levels import StepsConfig, floor_of
 
 FIELDS = 5
 """What a step finds for a chain: the score of its token, the token, the log-probability of the likeliest token, and the
@@ -210,12 +210,12 @@ class GraphChains:
             if values is None:
                 draft = Draft.late_chain(found, [FIELDS * (step * sizes.rows + row) + 1 for step in range(depth)])
             else:
-                draft = self._cut(values[:depth, row], sequences[index].whole_drafts)
+                draft = self._cut(values[:depth, row], floor_of(sequences[index], self.floor))
             drafts[index] = draft
             attention.pool.advance(span.key, span.end + max(0, draft.depth - 1))  # its last token was not fed
         return drafts
 
-    def _cut(self, found: np.ndarray, whole: bool) -> Draft:
+    def _cut(self, found: np.ndarray, floor: float) -> Draft:
         """The chain of one sequence: it ends where no token is permitted, or where its confidence falls below the
         floor. There the second choice is verified beside its last token."""
         floats, chain, log = found.view(np.float32), list[int](), 0.0
@@ -224,7 +224,7 @@ class GraphChains:
                 break
             chain.append(int(numbers[1]))
             log += float(values[2])
-            if log < self.floor and not whole:
+            if log < floor:
                 draft = Draft.chain(chain)
                 if step < len(found) and values[3] > -inf and self.chooser.rule.trees:
                     draft.add(int(numbers[4]), len(chain) - 2)

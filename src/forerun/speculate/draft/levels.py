@@ -48,6 +48,11 @@ class StepsConfig(TreeConfig):
         return -inf if self.confidence_threshold is None else log(self.confidence_threshold)
 
 
+def floor_of(sequence: RequestState, floor: float) -> float:
+    """``floor``, or one that no draft falls below. Unlike -inf, it asks for confidences, whose time counts, too."""
+    return min(floor, -1e300) if sequence.whole_drafts else floor
+
+
 def grow(
     sequences: Requests, ready: Sequence[int], depths: Sequence[int], config: TreeConfig, chooser: Chooser,
     score: Score, confidence: Confidence | None = None,
@@ -88,7 +93,7 @@ def grow(
                 ranked = chooser.sampler.rank(chooser.align(logits), 1)[1]
                 logs = [likeliest[0] if likeliest else -inf for likeliest in ranked]
             for (index, _), log_p in zip(frontier, logs):
-                if sequences[index].group is None and not sequences[index].whole_drafts:
+                if sequences[index].group is None:
                     chances[index] += log_p
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
         for beams in beam_drafts:
@@ -103,7 +108,7 @@ def grow(
         frontier = [
             (index, node)
             for index, size in sizes.items()
-            if depth < depths[index] and chances[index] >= floor
+            if depth < depths[index] and chances[index] >= floor_of(sequences[index], floor)
             for node in range(size, len(drafts[index]))
         ]
     if qs:

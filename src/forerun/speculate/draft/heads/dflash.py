@@ -38,7 +38,7 @@ from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import FEEDS_NORMED, can_chain
 from forerun.speculate.draft.heads.head import OUTPUT, Head, Sizes
 from forerun.speculate.draft.heads.layers import HeadLayerDrafter, LayerConfig
-from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.draft.levels import Frontier, floor_of, grow
 
 DEFAULTS: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
@@ -263,7 +263,8 @@ class DFlash(HeadLayerDrafter[DFlashConfig]):
         counts = [budgets[index] for index in ready]
         if floor > -inf:
             sums = late.read().numpy().view(np.float32).reshape(found.shape)[:, :, 2].cumsum(1, np.float64)
-            counts = [1 + int((row[: count - 1] >= floor).cumprod().sum()) for row, count in zip(sums, counts)]
+            floors = [floor_of(sequence, floor) for sequence in chosen]
+            counts = [1 + int((row[: n - 1] >= least).cumprod().sum()) for row, n, least in zip(sums, counts, floors)]
         for slot, (index, count) in enumerate(zip(ready, counts)):
             drafts[index] = Draft.late_chain(late, [size * (slot * depth + step) + 1 for step in range(count)])
         return drafts
