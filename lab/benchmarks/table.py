@@ -33,10 +33,14 @@ def pairs_of(run: dict[str, Any], prompts: str, temperature: float) -> list[dict
     return [pair for pair in same if pair["plain"]["tokens"] > 1]
 
 
+def ratios_of(pairs: list[dict[str, Any]]) -> list[float]:
+    return [rate(pair["auto"]) / rate(pair["plain"]) for pair in pairs]
+
+
 def row(pairs: list[dict[str, Any]]) -> list[str]:
     """Both speeds, the ratios of speeds and of whole requests, and how many pairs the drafts made slower."""
     plain, auto = (f"{statistics.median(rate(pair[who]) for pair in pairs):.0f}" for who in ("plain", "auto"))
-    ratios = [rate(pair["auto"]) / rate(pair["plain"]) for pair in pairs]
+    ratios = ratios_of(pairs)
     whole = [pair["plain"]["seconds"] / pair["auto"]["seconds"] for pair in pairs]
     slower = f"{sum(ratio < 1 for ratio in ratios)} of {len(pairs)}"
     return [plain, auto, f"**{shown(ratios)}**", shown(whole), slower]
@@ -47,7 +51,7 @@ def brief(runs: list[dict[str, Any]], temperature: float) -> str:
     medians, slower, count = [], 0, 0
     for run in runs:
         for prompts in SETS:
-            ratios = [rate(pair["auto"]) / rate(pair["plain"]) for pair in pairs_of(run, prompts, temperature)]
+            ratios = ratios_of(pairs_of(run, prompts, temperature))
             medians.append(f"{statistics.median(ratios):.2f}")
             slower, count = slower + sum(ratio < 1 for ratio in ratios), count + len(ratios)
     return f"{', '.join(medians)} ({slower} of {count} slower)"
@@ -66,7 +70,7 @@ def table() -> str:
         for prompts in SETS
     )
     lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
-    machine, other = runs["SmolLM2-135M (Q4_1), its bundled head"], others[-1]
+    machine, other = next(iter(runs.values())), others[0]
     lines += [
         "",
         "Speeds are medians after the first token, ratios are medians of pairs (95 %; of five or fewer, the extremes).",
