@@ -32,7 +32,7 @@ LOSSLESS = [name for name in RATIO if rules[name].lossless]
 TREES = [name for name in LOSSLESS if rules[name].trees]
 
 
-@pytest.fixture(params=[TORCH, *where(kernels.has("weigh"), [COMPILED])], ids=lambda form: form.name)
+@pytest.fixture(params=[TORCH, *where(kernels.has("acceptance"), [COMPILED])], ids=lambda form: form.name)
 def form(request):
     return request.param
 

@@ -50,10 +50,7 @@ class AttentionPlan(Metadata):
 class KernelAttention(Backend[AttentionPlan]):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
-        name = f"attend_{kernels.dtype_name(pool.dtype)}"
-        if not kernels.has(name):
-            raise TypeError(f"no kernel {name} here")
-        self.call = getattr(kernels.library(), name)
+        self.call = kernels.kernel("attend", pool.dtype)
         self.layers: Sequence[int] = range(len(pool.layers))
         """The pool's layers that are read."""
         self._keys: list[torch.Tensor] = []

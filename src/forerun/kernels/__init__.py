@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -79,8 +79,7 @@ COMPILE_TIMEOUT = 600.0
 BASE = ("border", "sampling", "warp", "threads", "shared")
 """Sources that serve every dtype; ``border`` also checks the arguments of the others."""
 BY_DTYPE = ("attention", "decoder", "linear", "recurrent", "experts", "border")
-"""Sources compiled for one dtype at a time. The last source, ``quants``, is compiled for one block-quantized type at a
-time."""
+"""Sources compiled for one dtype at a time; another, ``quants``, for one block-quantized type at a time."""
 SLOWEST = ("attention", "quants")
 """They begin first, so that none of them runs alone at the end."""
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
@@ -499,9 +498,20 @@ def threads() -> int:
 
 
 def has(name: str) -> bool:
-    """Whether kernel ``name`` can be called here."""
-    dtype = name.rpartition("_")[2]
+    """Whether kernel ``name`` can be called here. Raises KeyError for a name that no kernel has with any dtype."""
+    part, _, dtype = name.rpartition("_")
+    if name not in SIGNATURES and part not in _BY_TYPE:
+        raise KeyError(name)
     return (dtype not in TYPES or load(dtype)) and hasattr(library(), name)
+
+
+def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel for a dtype. Raises TypeError where there is none."""
+    full = f"{name}_{dtype_name(dtype)}"
+    if not has(full):
+        raise TypeError(f"no kernel {full} here")
+    call: Callable[..., None] = getattr(library(), full)
+    return call
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -222,7 +222,7 @@ def forgetful(self, compared, correct=Token.decide):
     return accept
 
 
-@pytest.mark.parametrize("form", [Comparison, compare] if kernels.has("weigh") else [Comparison])
+@pytest.mark.parametrize("form", [Comparison, compare] if kernels.has("acceptance") else [Comparison])
 def test_the_distribution_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch, form):
     """The classic mistake: after a rejection, a token of p instead of max(0, p - q)."""
     monkeypatch.setattr(base, "compare", form)

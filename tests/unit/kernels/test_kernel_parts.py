@@ -30,7 +30,7 @@ import torch
 from forerun import kernels
 from forerun.kernels import structs
 library, at = kernels.library(), torch.zeros(4096).data_ptr()
-assert kernels.has("linear_float32") and not kernels.has("no_such_float32") and not kernels.has("linear_float64")
+assert kernels.has("linear_float32") and not kernels.has("linear_float64")
 kind = structs.KINDS.index("q6_k")
 for call, arguments in ((library.linear_quants_float32, (kind, at, at, at, None, None, 1, 16, 256, 16, 1)),
                         (library.get_rows_float32, (kind, at, at, at, 1, 16, 256))):
@@ -116,3 +116,8 @@ def test_a_type_without_kernels_is_refused_and_not_called(warm, _):
     done = warm.run(code=REFUSED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["a layer is of an unknown kind or has too many parts"] * 2
+
+
+def test_a_name_that_no_kernel_has_is_an_error():
+    with pytest.raises(KeyError, match="no_such"):
+        kernels.has("no_such_float32")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from forerun import kernels
-from forerun.models.formats.compiled import kernel
 from forerun.models.formats.tiled import TiledLinear
 
 ROWS, OUTPUTS, INPUTS = 3, 4000, 64
@@ -21,7 +20,7 @@ def product(seed=0):
     """Multiplies one matrix on so many threads."""
     generator = torch.Generator().manual_seed(seed)
     layer = TiledLinear(torch.randn(OUTPUTS, INPUTS, generator=generator), None)
-    call = kernel("linear", torch.float32)
+    call = kernels.kernel("linear", torch.float32)
     x = torch.randn(ROWS, INPUTS, generator=generator)
 
     def run(threads):

@@ -44,7 +44,7 @@ def draws(size, temperatures, drawn, depth=3):
     return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(distributions)
 
 
-@pytest.mark.parametrize("name", where(kernels.has("weigh"), ["token", "block", "lenient"]))
+@pytest.mark.parametrize("name", where(kernels.has("acceptance"), ["token", "block", "lenient"]))
 @pytest.mark.parametrize("size", [6, 300, 4097])
 def test_the_kernel_weighs_chains_as_the_definition_does(name, size):
     temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]
@@ -67,7 +67,9 @@ def test_the_kernel_weighs_chains_as_the_definition_does(name, size):
         assert abs(overlaps[row] - numpy.minimum(p[row], q_row).sum()) < 1e-4
 
 
-@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize(
+    "form", where(lambda form: form is Comparison or kernels.has("acceptance"), [Comparison, compare])
+)
 @pytest.mark.parametrize("name", ["coupled", "token", "block", "recursive", "traversal"])
 @pytest.mark.parametrize("faulty", [None, 0, 1, 2])
 def test_a_verdict_tells_what_was_tested_and_how_much_p_and_q_had_in_common(form, name, faulty, monkeypatch):
@@ -92,7 +94,9 @@ def test_a_verdict_tells_what_was_tested_and_how_much_p_and_q_had_in_common(form
     assert faulty != 0 or met == {base.NAN}
 
 
-@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize(
+    "form", where(lambda form: form is Comparison or kernels.has("acceptance"), [Comparison, compare])
+)
 def test_siblings_count_the_overlap_of_the_first_one(form):
     q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
     scores = torch.tensor([0.2, 0.5, 0.3]).log().repeat(9, 1)
@@ -124,7 +128,9 @@ class Sceptic(Token):
         return [0.0] * len(compared.trials.row)
 
 
-@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize(
+    "form", where(lambda form: form is Comparison or kernels.has("acceptance"), [Comparison, compare])
+)
 @pytest.mark.parametrize("rule", [Sceptic, *(rules[name] for name in ("token", "block", "recursive", "traversal"))])
 def test_rounds_with_and_without_drafts(form, rule, monkeypatch):
     """A rule decides for itself and not as its parent does, whatever it asks for."""

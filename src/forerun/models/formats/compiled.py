@@ -37,15 +37,6 @@ class Arena:
 arena = Arena()
 
 
-def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel for a dtype. Raises TypeError where there is none."""
-    full = f"{name}_{kernels.dtype_name(dtype)}"
-    if not kernels.has(full):
-        raise TypeError(f"no kernel {full} here")
-    call: Callable[..., None] = getattr(kernels.library(), full)
-    return call
-
-
 def check_weight(weight: Rows) -> None:
     """Raise ValueError for weights that the kernels would misread."""
     if len(weight.shape) != 2 or not weight.shape.numel() or weight.device.type != "cpu":
@@ -101,7 +92,7 @@ class Compiled:
         if call is None:
             if x.dtype not in self._dtypes:
                 raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
-            call = self._calls[x.dtype] = kernel(self._name, x.dtype)
+            call = self._calls[x.dtype] = kernels.kernel(self._name, x.dtype)
         call(*self._before_x, x.data_ptr(), y, add, *self._after_add, rows, self.outputs, self.inputs, stride,
              kernels.threads())  # fmt: skip
 
@@ -114,10 +105,9 @@ class Compiled:
         )  # fmt: skip
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for ids out of range, and for weights
-        in 8 bits."""
+        """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for bad ids and weights in 8 bits."""
         ids = ids.reshape(-1).to(torch.int64).contiguous()
-        result, take = torch.empty(len(ids), self.inputs, dtype=dtype), kernel("get_rows", dtype)
+        result, take = torch.empty(len(ids), self.inputs, dtype=dtype), kernels.kernel("get_rows", dtype)
         take(self.number, self.pointers[0], ids.data_ptr(), result.data_ptr(), len(ids), self.outputs, self.inputs)
         return result
 

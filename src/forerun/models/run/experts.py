@@ -19,7 +19,7 @@ from forerun.core import tiles
 from forerun.kernels import structs
 from forerun.models.architectures.spec import Routing
 from forerun.models.formats.base import Linear, size
-from forerun.models.formats.compiled import Compiled, address, kernel
+from forerun.models.formats.compiled import Compiled, address
 from forerun.models.run import activations
 from forerun.models.run.base import pad_rows
 from forerun.models.run.parts import KernelGate
@@ -141,7 +141,7 @@ class KernelMixture:
         self.address = self.fields.buffer_info()[0]
         self.kept = router, rest, numbers, scales, bias
         self.inputs, self.dtype = router.inputs, gate.dtype
-        self.call = kernel("moe", self.dtype)
+        self.call = kernels.kernel("moe", self.dtype)
 
     def __call__(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """The sum of the experts' outputs for rows x [rows, inputs] in float32, and how many experts were read."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.kernels import gpu, structs
 from forerun.models.architectures.spec import CLAMPED, GELU_TANH, RELU2, SILU, XIELU
-from forerun.models.formats.compiled import Compiled, kernel
+from forerun.models.formats.compiled import Compiled
 from forerun.models.run import activations
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -163,7 +163,7 @@ class KernelNorm:
         self.eps = eps
         self.pointer = self.numbers.data_ptr()
         self.dtype = dtype or weight.dtype
-        self.call = kernel("norm", self.dtype)
+        self.call = kernels.kernel("norm", self.dtype)
         if not self.count or not weight.is_cpu or (shift is not None and shift.shape != weight.shape):
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
@@ -199,7 +199,7 @@ class KernelGate:
         self.dtype, self.gated = dtype, gated
         self.params = None if params is None else params.float().contiguous()
         self.pointer = 0 if self.params is None else self.params.data_ptr()
-        self.call = kernel("apply_activation", dtype)
+        self.call = kernels.kernel("apply_activation", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.dtype is not self.dtype:
@@ -227,7 +227,7 @@ class KernelEach:
         self.inputs, self.outputs = first.inputs, first.outputs
         self.fields = array("q", [field for layer in layers for field in layer.fields()])
         self.address = self.fields.buffer_info()[0]
-        self.call = kernel("project_each", dtype)
+        self.call = kernels.kernel("project_each", dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [rows, layers, outputs] of x [rows, layers, inputs]."""

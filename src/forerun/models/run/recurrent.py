@@ -19,7 +19,7 @@ from forerun import kernels
 from forerun.cache.states import NONE, Replay, Run, States
 from forerun.kernels import structs
 from forerun.models.architectures.spec import MixerSpec
-from forerun.models.formats.compiled import address, kernel
+from forerun.models.formats.compiled import address
 from forerun.models.run import activations
 
 UNIT_EPS = 1e-6
@@ -269,7 +269,7 @@ class KernelMixer:
         self.inputs = 3 * sizes.inner if kind == "conv" else sizes.channels + sizes.gates + sizes.inner
         self.fields = array("q", own)
         self.address = self.fields.buffer_info()[0]
-        self.call = kernel("recur", self.dtype)
+        self.call = kernels.kernel("recur", self.dtype)
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: CompiledReplay) -> torch.Tensor:
         """As ``Mixer``; it changes ``inputs``. Raises ValueError for rows and states that the kernel would misread."""
