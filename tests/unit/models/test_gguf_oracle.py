@@ -6,7 +6,9 @@ import lzma
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unicodedata import category
 
 import gguf
@@ -19,6 +21,8 @@ import one_call
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.environment import logits
+from forerun.models.architectures.families import ARCHITECTURES, LLAMA
+from forerun.models.architectures.gguf_config import Keys
 from forerun.models.architectures.spec import bind
 from forerun.models.files.open import CachedConfig, Checkpoint
 from forerun.models.formats import blocks, error
@@ -181,6 +185,13 @@ def test_every_scaling_with_parts_of_heads(opened, edited, case, name, width, pa
         plain = rope["rope_theta"] ** (-torch.arange(0, rotated, 2) / rotated)
         path = edited(case, {}, {"rope_freqs.weight": (plain / frequencies).numpy()})
     assert same(case, module(torch.tensor([ids])).logits[0], logits(load_model(path, dtype="float32"), [ids]))
+
+
+def test_a_family_that_was_added_is_found(monkeypatch):
+    mine = replace(LLAMA, model_type="mine", gguf="mine")
+    monkeypatch.setitem(ARCHITECTURES, "mine", mine)
+    file = SimpleNamespace(metadata={"general.architecture": "mine", "mine.block_count": 1}, tensors=["blk.0"])
+    assert Keys(file).architecture is mine
 
 
 @pytest.mark.parametrize(("stated", "length"), [({}, 256), ({"mistral3.rope.scaling.original_context_length": 7}, 7)])

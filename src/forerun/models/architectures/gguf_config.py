@@ -16,8 +16,6 @@ from forerun.models.architectures.spec import FULL, SLIDING, TILED_HEADS
 from forerun.models.files.gguf import GGUFFile
 from forerun.models.formats.gguf_types import FLOATS
 
-READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())} | {f"{NEMOTRON_H.gguf}_moe": NEMOTRON_H}
-"""By ``general.architecture``; ``_variant`` distinguishes those that share a name."""
 FREQUENCIES = "rope_freqs.weight"
 """The divisors of Llama 3's rotary frequencies."""
 ROUTER = ".ffn_gate_inp.weight"
@@ -40,6 +38,11 @@ ENDS = frozenset(
 """Tokens that end a message or a text by their name (as in llama.cpp): most files name only one of a model's ends."""
 
 
+def readable() -> dict[str, Architecture]:
+    """Families by ``general.architecture``, the first of those that share a name (``_variant`` distinguishes them)."""
+    return {each.gguf: each for each in reversed(ARCHITECTURES.values())} | {f"{NEMOTRON_H.gguf}_moe": NEMOTRON_H}
+
+
 class Keys:
     """A file's metadata, by key without the architecture's prefix. Raises ModelError for an unknown architecture, for
     an impossible number of layers, and for values that are not numbers where numbers are needed."""
@@ -47,8 +50,8 @@ class Keys:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         named = file.metadata.get("general.architecture")
-        if not isinstance(named, str) or named not in READ:
-            raise self.error(f"holds a model of architecture {shown(named)}; only {', '.join(READ)} are read from GGUF")
+        if not isinstance(named, str) or named not in (read := readable()):
+            raise self.error(f"holds a model of architecture {shown(named)}; only {', '.join(read)} are read from GGUF")
         self.name = named
         self.architecture = _variant(self)
         self.predicting = self.get("nextn_predict_layers") or 0
@@ -145,7 +148,7 @@ def _variant(keys: Keys) -> Architecture:
         return ARCHITECTURES["granitemoeshared"]
     if keys.name == "deepseek2":
         return ARCHITECTURES["deepseek_v3" if keys.get("expert_gating_func") == SIGMOID else "deepseek_v2"]
-    return READ[keys.name]
+    return readable()[keys.name]
 
 
 def _intermediate_size(keys: Keys) -> int:
