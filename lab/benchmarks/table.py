@@ -20,7 +20,7 @@ MODELS = {
 """Files of results, and what they measured. The same with an ending is of another processor."""
 OTHER = "_avx2"
 SETS = {"humaneval": "code that repeats prompts", "categories-small": "mixed chat"}
-HEAD = ("One request, T = 0: tokens/s", "plain", "`auto`", "`auto` over plain", "whole request", "slower")
+HEAD = ("One request, T = 0: tokens/s", "plain", "`auto`", "`auto` over plain", "whole requests", "slower")
 
 
 def rate(result: dict[str, Any]) -> float:
@@ -73,7 +73,7 @@ def table() -> str:
     machine, other = next(iter(runs.values())), others[0]
     lines += [
         "",
-        "Speeds are medians after the first token, ratios are medians of pairs (95 %; of five or fewer, the extremes).",
+        "Speeds are medians after the first token, ratios medians of pairs (95 % intervals; of five or fewer: all).",
         f"{'; '.join(runs)}; answers of up to {max(pair['answer'] for pair in machine['pairs'])} tokens.",
         f"{machine['threads']} threads of {machine['processor']}, {machine['date']}.",
         f"The same ratios at T = 0.8: {brief([*runs.values()], 0.8)};",

@@ -123,7 +123,7 @@ class PrefixTree:
             self.pages.adopt(key, pages[::-1], length)
 
     def _match_state(self, key: int, cached: _Node, rest: Sequence[int], *, partial: bool) -> int:
-        """``match_prefix`` where there are states: starts ``key`` at the nearest one before the end of cached pages."""
+        """``match_prefix`` where there are states: starts ``key`` from the furthest kept one on its tokens' way."""
         states, size = self.pages.states, self.pages.page_size
         assert states is not None
         node, offset = cached, 0
@@ -149,8 +149,7 @@ class PrefixTree:
         return length
 
     def insert(self, key: int, tokens: Sequence[int], limit: int, *, source: Source = None) -> None:
-        """Enters the full pages of ``key``, of committed tokens ``tokens[:limit]``, and the states stored on the
-        way."""
+        """Enters the full pages of ``key``, of committed ``tokens[:limit]``, and the states stored on the way."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
         node = self._last_node(key, length)

@@ -148,7 +148,7 @@ class States(Recorded):
         self._clear(key, *self.origins.pop(key, (None, 0)))
 
     def start_from(self, key: int, slot: int, length: int) -> None:
-        """Has the new sequence ``key`` start from the state of ``length`` entries that is kept in ``slot``."""
+        """Has the new sequence ``key`` start from the state of ``length`` entries in ``slot``; ``allocate`` copies."""
         self.origins[key] = slot, length
 
     def _clear(self, key: int, origin: int | None = None, length: int = 0) -> None:
@@ -188,8 +188,7 @@ class States(Recorded):
         self.free_slots.append(slot)
 
     def store_at(self, key: int, length: int, slot: int) -> None:
-        """Has the next forward whose checkpoint covers ``length`` entries of ``key`` store their state in ``slot``,
-        too."""
+        """Has the next forward whose checkpoint covers ``length`` entries of ``key`` store their state in ``slot``."""
         self.to_store.setdefault(key, {})[length] = slot
 
     def pop_stored(self, key: int) -> list[tuple[int, int]]:

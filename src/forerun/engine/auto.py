@@ -33,12 +33,13 @@ def choose(
 
     - ``ngram``, if ``given`` has keys of it or of ``prompt_lookup``;
     - the bundled draft model, for the bundled target;
-    - what ``forerun tune`` found for a model that Forerun knows;
+    - the head that comes with Forerun for this model;
     - a known draft of this model on disk;
     - the model's own layer for multi-token prediction;
     - ``suffix``, which drafts from the text itself.
 
-    The length policy is ``adaptive`` where that changes no token. ``lora``: the target's adapters.
+    Before a draft, head or layer a look-up is asked (``_after_lookup``), except for the bundled target. The length
+    policy is ``adaptive`` where that changes no token. ``lora``: the target's adapters.
     """
     config = dict(given or {})
     identity = rules[config.get("accept", "coupled")].identity

@@ -183,7 +183,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: RequestState) -> None:
-        """Drops a finished or aborted sequence and frees its pages."""
+        """Drops a finished or aborted sequence and frees its pages. Full ones stay in the prefix cache."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._commit(sequence, ends=True)

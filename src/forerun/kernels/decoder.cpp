@@ -446,7 +446,7 @@ class Drafting {
       const int64_t place = choose_token(chain, sequence, row), token = d.tokens[at];
       chain.made++;
       const bool ends = token < 0 || d.depths[sequence] == chain.made;
-      chain.active = !ends && chain.confidence >= d.min_confidence;
+      chain.active = !ends && chain.confidence >= d.floor;
       if (d.siblings && !ends && !chain.active) d.siblings[sequence] = next_best(at, sequence, row, place);
       chain.text.push_back(token);
       if (chain.num_correct == guessed || chain.guess[chain.num_correct] != token) return;
@@ -457,7 +457,7 @@ class Drafting {
 
   // Adds the top-1 log probability of ``row``.
   void update_confidence(Chain &chain, const float *row) const {
-    if (d.min_confidence == -std::numeric_limits<double>::infinity()) return;
+    if (d.floor == -std::numeric_limits<double>::infinity()) return;
     const int64_t first = 0;
     int32_t id;
     float log;

@@ -89,8 +89,8 @@ LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &sca
   }
 }
 
-// INT_SCALES (vec_dot_q4_K_q8_K, vec_dot_q5_K_q8_K): totals of scale * sum over 256 inputs; ``add_record`` multiplies
-// them by d and subtracts the mins.
+// INT_SCALES (vec_dot_q4_K_q8_K, vec_dot_q5_K_q8_K): adds scale * sum of one block; ``add_record`` multiplies the totals
+// of 256 inputs by d and subtracts the mins.
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const BlockQ8K *, Ints *totals) {
   Sum<K::MAX_QUANT> products[ROWS][1];

@@ -1,8 +1,8 @@
-// Layout of block-quantized weights (ggml's types), repacked: a record interleaves the blocks of 16 rows (outputs), as
+// Layout of block-quantized weights (ggml's types), repacked: a record interleaves the blocks of 16 outputs, as
 // ggml's block_q4_Kx8 does with 8. A record of a K type has 8 blocks of 32 inputs and a head with d and dmin.
 //
-// A block has the quants first, then the scales and mins of its 16 rows. Quants are vectors of 16 x 4 bytes: vector j
-// has inputs 4 j to 4 j + 3 of every row. Types with less than 8 bits pack several vectors into one; inputs 16 to 31
+// A block has the quants first, then the scales and mins of its 16 outputs. Quants are vectors of 16 x 4 bytes: vector j
+// has inputs 4 j to 4 j + 3 of every output. Types with less than 8 bits pack several vectors into one; inputs 16 to 31
 // are in the higher bits. A weight is d (quant - ZERO) + m.
 //
 // INT_SCALES: scales and mins of the 8 blocks are integers. They multiply the integer sums; d and dmin multiply once
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // rows and inputs of a block
+constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
 
 // ``get`` unpacks the quants of block ``at`` of record ``head`` into eight vectors, inputs in order. EVERY_ROW_COUNT:
 // code for each number of rows; it takes long to compile.
@@ -198,7 +198,8 @@ struct codes {
 constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// ggml's block and dot product. The dot products of all types are ``add_block`` in quants.cpp.
+// ggml's block and dot product. The dot products of all types are ``add_block`` in quants.cpp; on AMX ``pass_by_blocks``
+// and ``ByRecords``.
 using q4_0 = Scale<Bits4<15>, 8>;                // block_q4_0: d; vec_dot_q4_0_q8_0
 using q4_1 = ScaleMin<Bits4<15>>;                // block_q4_1: d, m; vec_dot_q4_1_q8_1
 using q4_k = SuperScaleMin<Bits4<15>>;           // block_q4_K: d, dmin, 6-bit scales and mins; vec_dot_q4_K_q8_K

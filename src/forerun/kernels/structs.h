@@ -265,7 +265,7 @@ using AllReduce = int (*)(const void *part, int64_t is_float, float *total, int6
   F(float *, q) /* [max_depth, sequences, num_ids] softmax of each sampled row, or null */ \
   F(int64_t, num_ids) /* target vocabulary: larger than the draft's if there are output_ids */ \
   F(int64_t, feeds_hidden) /* the next input is [token | output]: 1: before the final norm (EAGLE), 2: after it (MTP); 0: token */ \
-  F(double, min_confidence) /* a chain ends below this sum of top-1 log probabilities */ \
+  F(double, floor) /* log of confidence_threshold: a chain ends below this sum of top-1 log probabilities */ \
   F(const int64_t *, texts) /* each followed by its guess, end to end; null: no prompt lookup */ \
   F(const int64_t *, lengths) /* [sequences] of texts */ \
   F(const int64_t *, num_guessed) /* [sequences] guessed tokens in the first call */ \

@@ -60,7 +60,7 @@ PassStruct = namedtuple("PassStruct", "rows nanoseconds match num_guessed num_co
 Chains = namedtuple(
     "Chains",
     "sequences max_depth depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles "
-    "tokens q num_ids feeds_hidden min_confidence texts lengths num_guessed max_guess max_match passes siblings",
+    "tokens q num_ids feeds_hidden floor texts lengths num_guessed max_guess max_match passes siblings",
     defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 

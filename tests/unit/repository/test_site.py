@@ -105,13 +105,11 @@ def test_where_is_it():
     assert len(rows) >= 15
     for words, places in rows:
         files = [ROOT / "src/forerun" / name for name in re.findall(r"`([\w/.]+)`", places)]
-        texts = [
-            each.read_text(encoding="utf-8")
-            for file in files
-            for each in (file.rglob("*.py") if file.is_dir() else [file])
-        ]
-        for word in re.findall(r"`([^`]+)`", words):
-            assert any(word in text for text in texts), (word, places)
+        each = [file.rglob("*.py") if file.is_dir() else [file] for file in files]
+        texts = ["".join(path.read_text(encoding="utf-8") for path in paths) for paths in each]
+        asked = re.findall(r"`([^`]+)`", words)
+        assert [word for word in asked if not any(word in text for text in texts)] == [], places
+        assert [file for file, text in zip(files, texts) if not any(word in text for word in asked)] == [], words
 
 
 def test_the_table_of_auto_is_what_the_files_of_results_give(generate):

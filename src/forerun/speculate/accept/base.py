@@ -165,7 +165,7 @@ class RatioRule(Rule):
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
             round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))
             passed = [
-                [uniform(fold(round_key, parent, rank)) < next(chance) for rank in range(len(trials))]
+                [uniform(fold(round_key, parent, rank)) < next(chance) for rank in range(len(trials))]  # min(1, p / q)
                 for parent, trials in enumerate(draft.trials)
             ]
             path = self.walk(draft, passed)

@@ -101,8 +101,7 @@ class ChainGuess:
 
 
 class ChainLookup:
-    """Decides how many tokens to guess, at most ``most``. The n-th guess costs a row and saves a call if all n are
-    correct."""
+    """How many tokens to guess, at most ``most``. The n-th guess costs a row and saves a call if all n are correct."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -142,8 +141,7 @@ class ChainLookup:
         self.tried[match] = DECAY * self.tried[match] + prior + tried
 
     def learn(self, guess: ChainGuess) -> None:
-        """Updates rates and costs from the calls of a chain. The first call also reads the backlog, so it is not
-        timed."""
+        """Updates rates and costs from a chain's calls, but the first, which also reads the backlog."""
         size = len(PassStruct._fields)
         for start in range(0, len(guess.passes), size):
             each = PassStruct(*guess.passes[start : start + size])
@@ -197,8 +195,7 @@ class ChainRunner:
         feeds_hidden: int = 0, output_ids: torch.Tensor | None = None, lookup: ChainLookup | None = None,
         steps: Steps | None = None,
     ) -> ChainRunner | GraphChains | None:  # fmt: skip
-        """Returns None if there is no compiled call, or on a GPU no graph of ``steps``, for this drafter and these
-        options."""
+        """None if there is no compiled call, or on a GPU no graph of ``steps``, for this drafter and these options."""
         sampler = chooser.sampler
         if steps is not None and not config.branches:
             from forerun.speculate.draft.graph_chain import GraphChains  # needs Triton
@@ -265,7 +262,7 @@ class ChainRunner:
             thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
             output_ids=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens), num_ids=width,
-            q=0 if q is None else q.data_ptr(), min_confidence=structs.number(floor_of(chosen[0], self.floor)),
+            q=0 if q is None else q.data_ptr(), floor=structs.number(floor_of(chosen[0], self.floor)),
             feeds_hidden=self.feeds_hidden, siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
