@@ -89,8 +89,7 @@ class ChatSession:
         return reply.end
 
     def answer(self, before: list[dict[str, str]]) -> None:
-        """Answers the last message. An answer that the user stopped is kept; after a failure, the turns are ``before``
-        again."""
+        """Answers the last message. A stopped answer is kept; after a failure, the turns are ``before`` again."""
         conversation, engine, tokenizer = self.conversation, self.llm.engine, self.llm.tokenizer
         try:
             text = render_chat(tokenizer, conversation.messages(), chat_template=self.template)

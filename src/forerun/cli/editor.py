@@ -72,8 +72,7 @@ def read_lines(read: Callable[[str], str] = input) -> str:
 
 
 def continued(text: str) -> str | None:
-    """An unfinished message with a new line at its end: within triple quotes, or behind a backslash. None if it is
-    finished."""
+    """An unfinished message (in triple quotes, or behind a backslash) with a new line; None if it is finished."""
     bare = text.strip()
     if bare.startswith(QUOTES):
         return None if len(bare) >= 2 * len(QUOTES) and bare.endswith(QUOTES) else text + "\n"

@@ -41,8 +41,7 @@ TYPES: dict[str, Any] = {
 
 
 def grammars(name: str, schema: Any) -> list[dict[str, Any]]:
-    """A schema as llguidance grammars, the first one called ``name``. Raises ValueError where large integers cannot be
-    kept."""
+    """A schema as llguidance grammars, the first called ``name``. Raises ValueError for integers too large to keep."""
     if not isinstance(schema, dict):
         raise ValueError(f"the schema {name} must be an object")
     try:

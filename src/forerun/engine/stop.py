@@ -1,5 +1,4 @@
-"""Decides where an answer ends, which may be inside an accepted draft. Nothing after the stop is emitted, counted or
-cached."""
+"""Decides where an answer ends, also inside an accepted draft. What follows is not emitted, counted or cached."""
 
 from __future__ import annotations
 

@@ -117,8 +117,7 @@ def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, se
 def predict(
     result: Estimate, curve: Curve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
 ) -> list[Prediction]:
-    """Predictions for every draft length k from 1 to ``longest``, with at most ``nodes(k)`` tokens: by default a
-    chain."""
+    """Predictions for draft lengths k from 1 to ``longest``, of at most ``nodes(k)`` tokens: by default a chain."""
     return [
         Prediction(
             result.method, k, result.match_rate, result.c, curve(sequences * (nodes(k) + 1)),

@@ -194,8 +194,7 @@ def facts_of(llm: LLM) -> Facts:
 
 
 def numerics_of(llm: LLM) -> str:
-    """Returns a fingerprint that two engines on one checkpoint share only if the same seed gives the same tokens in
-    both."""
+    """A fingerprint that engines on one checkpoint share only if the same seed gives the same tokens in both."""
     config = llm.config
     options = {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name in DECISIVE}
     options |= {"rule": type(llm.engine.rule).__name__, "processor": torch.backends.cpu.get_cpu_capability()}

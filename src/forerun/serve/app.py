@@ -28,8 +28,7 @@ from forerun.serve.server import Server
 
 
 def create_app(engine: EngineClient | Models, options: ServerOptions | None = None) -> FastAPI:
-    """Returns the ASGI application of one engine, or of ``Models`` with their own options. It closes them when it shuts
-    down."""
+    """The ASGI application of an engine, or of ``Models`` with their own options; it closes them when it shuts down."""
     models = engine if isinstance(engine, Models) else OneModel(engine, options or ServerOptions())
     options = models.options
 

@@ -82,8 +82,7 @@ def check(kind: str | None, device: torch.device, dtype: torch.dtype, *, invaria
 
 
 def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
-    """How weights are stored, such as ``packed bfloat16``: the formats of at least a tenth of the bytes, largest
-    first."""
+    """How weights are stored, such as ``packed bfloat16``: formats of at least a tenth of the bytes, largest first."""
     sizes: dict[str, int] = {}
     for layer in layers:
         for part in layer.parts if isinstance(layer, Joined) else (layer,):

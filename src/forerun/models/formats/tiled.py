@@ -31,8 +31,7 @@ def tiles_for(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    """Write rows into ``tiles``, beginning with row ``first``, a multiple of a tile's. The last tile is padded with
-    zeros."""
+    """Write rows into ``tiles`` from row ``first``, a multiple of a tile's, on. Zeros fill the last tile."""
     in_group = GROUP_BYTES // rows.element_size()
     outputs, inputs = rows.shape
     if inputs % in_group or outputs % TILE:

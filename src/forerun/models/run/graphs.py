@@ -151,8 +151,7 @@ class Graphs:
     def __call__(
         self, batch: Batch, attention: Attention, body: Body, at: Callable[[int], tuple[int, ...]]
     ) -> Output | None:
-        """The output of ``body`` for a batch that it ``serves``; None if there is no memory for a graph. ``at``: see
-        ``Steps``."""
+        """``body``'s output for a batch that it ``serves``; None: no memory for a graph. ``at``: see ``Steps``."""
         assert isinstance(attention, TritonAttention)
         sizes = bucket(attention.reserve(batch))
         capture = partial(self._capture, batch, attention, sizes, body)
@@ -181,8 +180,7 @@ class Graphs:
         return kept
 
     def _capture(self, batch: Batch, attention: TritonAttention, sizes: Sizes, body: Body) -> Graph | None:
-        """Captures a bucket, after running its body once on this batch, which compiles its kernels. None: there is no
-        memory."""
+        """Captures a bucket after running its body once, which compiles its kernels. None: there is no memory."""
         numbers = Numbers(sum(sizes.fields().values()), self.device)
         padded = Padded(sizes, self.device, batch.hidden, batch.scores_all)
         if batch.embeds is not None:

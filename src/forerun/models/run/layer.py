@@ -297,8 +297,7 @@ class Builder:
         return layer
 
     def context(self) -> tuple[Linear, Any, Rotary]:
-        """A projection of rows to the keys of all layers and then the values, these keys' norm, and their rotary
-        embedding."""
+        """A projection of rows to all layers' keys and then values, the keys' norm, and their rotary embedding."""
         names, key, sizes = self.spec.architecture.attention.qkv, self.spec.architecture.norms.key, self.spec
         rotary, layers = self.rotaries[sizes.rotaries[0]], range(len(sizes.layers))
         prefixes = [f"{sizes.architecture.layers.checkpoint}.{index}." for index in layers]

@@ -164,8 +164,7 @@ def _check_depth(value: Any, param: str) -> None:
 
 
 def _with_parsed_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates expect them: arguments as mappings, content that is text, a tool's name with its
-    result."""
+    """Messages as templates expect them: arguments as mappings, content as text, a tool's name with its result."""
     names: dict[Any, Any] = {}
     result = []
     for index, original in enumerate(messages):

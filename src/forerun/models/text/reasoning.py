@@ -70,8 +70,7 @@ class Boundary:
         return True if self.markers.opened else None
 
     def ends_at(self, tokens: Sequence[int], first: int = 0) -> int | None:
-        """The number of tokens up to the end of the first end marker that ends at index ``first`` or later; None: there
-        is none."""
+        """The number of tokens up to the end of the first end marker that ends at ``first`` or later, or None."""
         for last in range(first, len(tokens)):
             if tuple(tokens[max(0, last + 1 - len(self.end)) : last + 1]) == self.end:
                 return last + 1

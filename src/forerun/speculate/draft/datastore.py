@@ -172,8 +172,7 @@ def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
 
 
 def read(path: Path) -> list[np.ndarray]:
-    """Reads the token ids of each text that ``save`` wrote. Raises ConfigError for another file; passes on safetensors'
-    errors."""
+    """The token ids of each text that ``save`` wrote. Raises ConfigError for another file, and safetensors' errors."""
     with safe_open(path, framework="numpy") as file:
         if (file.metadata() or {}).get("format") != FORMAT:
             raise ConfigError(f"{path} is not a datastore: run forerun tune")

@@ -306,8 +306,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         return min(budget, self.max_len - len(self._read(sequence)))
 
     def _missing(self, sequences: Requests, depths: Sequence[int]) -> tuple[list[Span], list[int]]:
-        """Spans of the committed tokens to prefill now, and the indices of the sequences that then have no backlog and
-        can draft."""
+        """Spans of committed tokens to prefill now, and the indices of sequences without backlog, which can draft."""
         spans, ready = [], []
         pool = self.attention.pool
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._fits(sequences[i], depth)]
@@ -328,8 +327,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         return spans, ready
 
     def _fits(self, sequence: RequestState, depth: int) -> bool:
-        """Reserves pages for its tokens and a draft; False if there are none. A new sequence starts from the prefix
-        cache."""
+        """Reserves pages for its tokens and a draft; False: none left. A new sequence starts from the prefix cache."""
         if self._must_restart(sequence):
             self.release(sequence)
         pool, new = self.attention.pool, sequence.id not in self.attention.pool.block_tables

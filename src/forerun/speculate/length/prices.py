@@ -89,8 +89,7 @@ class PriceTable:
     context: float = 0.0
     """Tokens of context of a sequence now, beyond those that ``verify`` was measured with."""
     disturbed: bool = False
-    """Whether other programs used the processor while it was measured, or it was guessed: the next engine measures
-    anew."""
+    """Whether other programs ran while it was measured, or it was guessed: the next engine measures anew."""
     unchecked: int = 0
     """How many of its first comparisons with plain rounds are to come, if it was guessed or is of another day."""
     level: float | None = None

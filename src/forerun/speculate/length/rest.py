@@ -21,8 +21,7 @@ class Rest:
     """Rounds with speculation that are compared, and those at rest that they are compared with, after a few that find
     cold caches."""
     TRIAL, LONGER = 0.01, 4
-    """What the block after a rest may cost, in rounds at rest; a rest is longer with each one in vain, up to this many
-    times."""
+    """What the block after a rest may cost, in rounds at rest; each rest in vain is longer, up to this many times."""
     APART, MORE = 64, 20.0
     """Rounds between comparisons where speculation pays; multiplied by this where it is twice as fast."""
     WORSE, CLEAR = 0.98, 1.05
@@ -151,8 +150,7 @@ class Rest:
         return [self.host, self.rounds, self._compared, self.gain]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Goes on as after the last comparison of an earlier process. Raises TypeError or ValueError for anything but a
-        ``state``."""
+        """Goes on as after an earlier process's last comparison. Raises TypeError or ValueError for no ``state``."""
         host, rounds, compared, gain = map(float, state)
         if not (abs(host) < 1.0 and abs(rounds) < 1.0 and compared >= 0 and 0.0 < gain < inf):
             raise ValueError("not what comparisons say")

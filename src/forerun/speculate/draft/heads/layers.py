@@ -187,8 +187,7 @@ class LayerDrafter(FeatureDrafter[L]):
         return logits if self.ids is None else scatter_logits(logits, self.ids, self.num_tokens)
 
     def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
-        """Spans to prefill now, their features, and the indices of the sequences that then have no backlog and can
-        draft."""
+        """Spans to prefill now, their features, and the indices of sequences without backlog, which can draft."""
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
         ready: list[int] = []
