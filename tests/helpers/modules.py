@@ -2,6 +2,7 @@
 
 import torch
 
+from forerun.core.batch import Batch
 from forerun.models.architectures.spec import bind, refusal
 from forerun.models.run.base import LoadRequest
 from forerun.models.run.encdec import ModuleWeights
@@ -28,3 +29,10 @@ def native(module, **options):
 def requested(dtype=torch.float32, **options):
     """What is asked for of a model without files."""
     return LoadRequest(folder=None, name="t", dtype=dtype, device=torch.device("cpu"), **options)
+
+
+def feed(model, attention, *spans):
+    """Logits of every row of the spans."""
+    for span in spans:
+        span.logits = list(range(span.count))
+    return model.forward(Batch(list(spans)), attention).logits

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.models.run.hf import HFModel
-from modules import randomise
+from modules import feed, randomise
 from refusals import refused
 from rounding import by_chance
 from tiny import tiny_llama
@@ -88,12 +88,6 @@ def ours(folder, dtype="auto"):
 def reference(folder, tokens, dtype=torch.float32):
     """transformers' float32 [tokens, vocabulary] logits."""
     return theirs(folder, dtype)(torch.tensor([tokens]), use_cache=False).logits[0].float()
-
-
-def feed(model, attention, *spans):
-    for span in spans:
-        span.logits = list(range(span.count))
-    return model.forward(Batch(list(spans)), attention).logits
 
 
 def close(got, expected, tolerance=1e-4):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, BeamSearchParams, SamplingParams
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -17,6 +17,7 @@ from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.sampling.noise import Gumbel, target_key
 from here import where
+from modules import feed
 from refusals import refused
 from rounding import by_chance
 from tiny import ALPHABET
@@ -29,12 +30,6 @@ SOURCES = [some_tokens(length, seed=length) for length in (60, 1, 23, 7, 40)]
 @pytest.fixture(params=[*KINDS])
 def folder(request, seq2seq):
     return seq2seq(request.param)
-
-
-def feed(model, attention, *spans):
-    for span in spans:
-        span.logits = list(range(span.count))
-    return model.forward(Batch(list(spans)), attention).logits
 
 
 def close(got, expected, tolerance=2e-4):

@@ -1,5 +1,4 @@
-"""How requests end: before the engine's thread has looked at them, what a streamed answer writes, and the line in the
-log."""
+"""How requests end: before the engine's thread looks at them, what a streamed answer writes, the line in the log."""
 
 import asyncio
 import json

@@ -90,8 +90,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(drafting, plain):
     "pages", [{"num_pages": 34, "page_size": 4, "prefix_caching": False}, {"page_size": None, "num_pages": 5}]
 )
 def test_pages_that_run_short(drafting, plain, pages):
-    """Searches give way to those before them, begin anew, and find the same beams; what has no room to move is read
-    again."""
+    """Searches give way to earlier ones, begin anew, and find the same beams; what cannot move is read again."""
     model = drafting(**pages, max_num_seqs=10, max_model_len=80, max_prefill_tokens=64)  # nothing follows the clock
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
     alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]

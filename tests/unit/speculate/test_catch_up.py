@@ -188,8 +188,7 @@ def short_sighted(tmp_path_factory, tiny_draft):
 
 @pytest.mark.parametrize(("name", "page_size"), in_turns(["checkpoint", *METHODS]))
 def test_drafts_stop_where_the_drafts_context_ends(name, page_size, tiny_target, short_sighted, configured):
-    """By the checkpoint, or by ``max_model_len``: decoding goes on without drafts, and one prompt is beyond it from the
-    beginning."""
+    """By the checkpoint, or by ``max_model_len``: decoding goes on without drafts; one prompt is beyond it at once."""
     if name == "checkpoint":
         config = {"method": "draft_model", "model": short_sighted, "num_speculative_tokens": 3}
     else:

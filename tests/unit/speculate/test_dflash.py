@@ -55,8 +55,8 @@ def random_weights(size, vocabulary, taps, kind, seed=0):
     return w
 
 
-def config_of(target, kind, **more):
-    text = Checkpoint.at(target).config.get_text_config()
+def config_of(target, kind):
+    text = Checkpoint.at(Path(target)).config.get_text_config()
     config = {
         "hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
@@ -80,7 +80,7 @@ def config_of(target, kind, **more):
             "pure_draft_prefix_len": 1,
             "shift_label": kind in FROM_ANCHOR,
         }
-    return config | more
+    return config
 
 
 def write(folder, config, weights):
@@ -194,12 +194,17 @@ class Dense:
         return tokens[1:]
 
 
-@pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark", "domino", "domino-shifted"])
-def made(request, tiny_target, tmp_path_factory):
-    kind, target = request.param, Path(tiny_target)
+def case(target, kind, **more):
+    """Config, weights, and the drafter in float64."""
     config = config_of(target, kind)
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, kind)
-    return kind, write(tmp_path_factory.mktemp(kind), config, weights), Dense(target, weights, kind)
+    return config, weights, Dense(target, weights, kind, **more)
+
+
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark", "domino", "domino-shifted"])
+def made(request, tiny_target, tmp_path_factory):
+    config, weights, dense = case(tiny_target, request.param)
+    return request.param, write(tmp_path_factory.mktemp(request.param), config, weights), dense
 
 
 def draft(target, folder, **options):
@@ -237,11 +242,9 @@ def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, m
 @pytest.mark.parametrize(("causal", "falls_back"), [(None, False), (False, True)])
 def test_layers_with_a_sliding_window(tiny_target, tmp_path, caplog, causal, falls_back):
     """Such layers are causal unless the file says otherwise, which our kernel does not serve."""
-    target = Path(tiny_target)
-    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    config = config_of(target, "dflash", **types, **({} if causal is None else {"is_causal": causal}))
-    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
-    dense = Dense(target, weights, "dflash", window=4, causal=causal is None)
+    config, weights, dense = case(tiny_target, "dflash", window=4, causal=causal is None)
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    config |= {} if causal is None else {"is_causal": causal}
     drafted, committed = draft(tiny_target, write(tmp_path / "d", config, weights))
     assert drafted == dense.draft(committed, 4)
     assert ("our kernel has no sliding window" in caplog.text) == falls_back
@@ -249,10 +252,7 @@ def test_layers_with_a_sliding_window(tiny_target, tmp_path, caplog, causal, fal
 
 def test_sequences_of_several_lengths_draft_side_by_side(tiny_target, tmp_path):
     """Each sees its own context and block alone, in every round."""
-    target = Path(tiny_target)
-    config = config_of(target, "dflash")
-    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
-    dense = Dense(target, weights, "dflash")
+    config, weights, dense = case(tiny_target, "dflash")
     spec = {"model": str(write(tmp_path / "d", config, weights)), "num_speculative_tokens": 3, "prefill_chunk": 4}
     llm = LLM(tiny_target, speculative_config=spec, trace=True)
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 12, 5)]
@@ -264,10 +264,7 @@ def test_sequences_of_several_lengths_draft_side_by_side(tiny_target, tmp_path):
 
 
 def test_a_confidence_head_ends_chains(tiny_target, tmp_path):
-    target = Path(tiny_target)
-    config = config_of(target, "dspark")
-    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dspark")
-    dense = Dense(target, weights, "dspark")
+    config, weights, dense = case(tiny_target, "dspark")
     write(tmp_path / "d", config, weights)
     lengths = set()
     for threshold in (0.02, 0.3, 0.9):
@@ -286,10 +283,7 @@ def test_a_confidence_head_ends_chains(tiny_target, tmp_path):
 
 def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of_the_vocabulary(tiny_target, tmp_path):
     """The same weights in speculators' form, whose own output layer has some of the target's rows."""
-    target = Path(tiny_target)
-    flat = config_of(target, "dspark")
-    weights = random_weights(flat["hidden_size"], flat["vocab_size"], 2, "dspark")
-    dense = Dense(target, weights, "dspark")
+    flat, weights, dense = case(tiny_target, "dspark")
     ids = torch.arange(0, flat["vocab_size"], 2)
     names = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
              "num_hidden_layers", "rms_norm_eps", "rope_theta")  # fmt: skip
@@ -311,9 +305,7 @@ def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of
 
 
 def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
-    target = Path(tiny_target)
-    config = config_of(target, "dflash2")
-    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash2")
+    config, weights, _ = case(tiny_target, "dflash2")
     own = config["dflash_config"]
     short = {**weights, "candidate_selector.successor_codebook": torch.zeros(7, RANK)}
     codes = {f"candidate_selector.{name}_codebook": torch.zeros(12, RANK) for name in ("predecessor", "successor")}
