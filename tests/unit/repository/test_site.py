@@ -105,8 +105,7 @@ def test_where_is_it():
     assert len(rows) >= 15
     for words, places in rows:
         files = [ROOT / "src/forerun" / name for name in re.findall(r"`([\w/.]+)`", places)]
-        each = [file.rglob("*.py") if file.is_dir() else [file] for file in files]
-        texts = ["".join(path.read_text(encoding="utf-8") for path in paths) for paths in each]
+        texts = ["".join(p.read_text() for p in (f.rglob("*.py") if f.is_dir() else [f])) for f in files]
         asked = re.findall(r"`([^`]+)`", words)
         assert [word for word in asked if not any(word in text for text in texts)] == [], places
         assert [file for file, text in zip(files, texts) if not any(word in text for word in asked)] == [], words
