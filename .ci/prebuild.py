@@ -19,6 +19,7 @@ def prebuild(platform, folder):
     folder.mkdir(parents=True, exist_ok=True)
     target, shared = TARGETS.get(platform, ("", None))
     names = [name for name, (needed, _) in kernels.VARIANTS.items() if shared in needed]
+    assert (shared is None) == (not names), f"no variant needs {shared}"
     variants = {kernels.prebuilt(name, folder): kernels.VARIANTS[name][1] for name in names}
     for other in set(folder.iterdir()) - set(variants):  # of other sources
         shutil.rmtree(other) if other.is_dir() else other.unlink()

@@ -31,6 +31,8 @@ def wrong(path):
     if said["Root-Is-Purelib"] != "false":
         found.append("it says that it is for every platform")
     names = [name for name, (needed, _) in kernels.VARIANTS.items() if expected and expected[1] in needed]
+    if expected and not names:
+        found.append(f"no variant of the kernels is for {platform}")
     if set(contents) != {f"forerun/kernels/carried/{kernels.prebuilt(name).name}" for name in names}:
         found.append(f"it carries {sorted(contents)}, not {names}")
     for name, content in contents.items():

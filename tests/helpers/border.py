@@ -1,8 +1,14 @@
 """Calls across the border of compiled code."""
 
+import pytest
+
 from forerun import kernels
+from forerun.kernels import structs
+from here import NO_KERNELS
 
 NOWHERE = 0
+ALL_KERNELS = [] if all(map(kernels.load, [*kernels.TYPES, *structs.QUANTS])) else [pytest.mark.elsewhere(NO_KERNELS)]
+"""Marks of a file that needs the kernels of every dtype and type."""
 
 
 def call(name, *arguments):

@@ -42,12 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 # Two processes that compile the kernels begin at opposite ends: neither makes what the other has made.
 PARTS = [*kernels.TYPES, *structs.QUANTS][:: -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1]
-READY = all(map(kernels.load, PARTS))  # no test waits for a compiler
-NEED_KERNELS = ("test_kernel_arguments.py", "test_carried_kernels.py")
-
-
-def pytest_ignore_collect(collection_path):
-    return True if not READY and collection_path.name in NEED_KERNELS else None
+COMPILED = [kernels.load(part) for part in PARTS]  # no test waits for a compiler
 
 
 @pytest.fixture

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from border import ALL_KERNELS
 from forerun import kernels
 from here import where
+
+pytestmark = ALL_KERNELS
 
 
 @pytest.fixture

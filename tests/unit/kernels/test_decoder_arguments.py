@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from border import NOWHERE, call, with_each
+from border import ALL_KERNELS, NOWHERE, call, with_each
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
@@ -16,6 +16,8 @@ from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.models.run.parts import KernelEach
 from refusals import refused
+
+pytestmark = ALL_KERNELS
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from border import call, with_each
+from border import ALL_KERNELS, call, with_each
 from forerun import kernels
 from forerun.attention.base import Query
 from forerun.attention.kernel import KernelAttention
@@ -23,6 +23,7 @@ from forerun.sampling.compiled import CompiledSampling, penalise, restrict
 from forerun.sampling.params import SamplingParams
 from refusals import refused
 
+pytestmark = ALL_KERNELS
 CPU = torch.device("cpu")
 TYPES = kernels.TYPES
 KINDS = len(structs.KINDS)
