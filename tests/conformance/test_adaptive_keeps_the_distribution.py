@@ -6,18 +6,18 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from harness import set_prices
 from matrix import Case
 from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution, pvalue
 
 from forerun import SamplingParams
-from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Seconds
 
 RULES = ("token", "block")
 REQUESTS = 2000
 SEEDS = range(100_000, 100_000 + REQUESTS)
 CHEAP, PHASE = 60, 80
-"""So many of so many rounds drafting is cheap, then dear."""
+"""Drafting is cheap in so many of a phase's rounds, and dear in the others."""
 __all__ = ["distribution"]
 
 
@@ -28,10 +28,7 @@ class Clock:
         self.observe, self.rounds = engine.policy.observe, 0
         self.lengths = Counter()
         engine.policy.observe = self
-        if isinstance(engine.policy, Adaptive):
-            prices = engine.policy.prices
-            prices.verify = lambda table, rows, sequences, experts=0: 1.0
-            prices.draft = lambda table, method, depth: self.level * depth
+        set_prices(engine, lambda: self.level)
 
     @property
     def level(self):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import REQUESTS, SHORT, TOKENS, answers, run
+from harness import REQUESTS, SHORT, TOKENS, answers, run, set_prices
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
 
 from drafting import CONFIGS, fill
@@ -48,7 +48,11 @@ def test_plain_decoding_in_batches(engine, plain, page_size, path):
 def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
     _, _, rule, page_size, path, length = combination
     config = keys(combination.case, accept=rule, length=length)
-    jobs = run(engine(config, path=path, page_size=page_size, max_num_seqs=16))
+    built = engine(config, path=path, page_size=page_size, max_num_seqs=16)
+    set_prices(built, lambda: 0.001)
+    jobs = run(built)
+    drafted = sum(job.metrics.num_draft_tokens for job in jobs)
+    assert (drafted > 0) != drafters[combination.case.method].needs.grammar
     for got, expected, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
         if same:
             assert got == expected
