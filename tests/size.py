@@ -14,6 +14,7 @@ def measured(folder):
     """Lines by the folder's own folders, and how many files."""
     lines = Counter()
     files = sorted((ROOT / folder).rglob("*.py"))
+    assert files, folder
     for file in files:
         index = file.relative_to(ROOT / folder).parts
         lines[index[0] if len(index) > 1 else "."] += len(file.read_text(encoding="utf-8").splitlines())

@@ -34,12 +34,12 @@ def test_a_load_keeps_so_many_under_way_and_ends_with_what_is_refused():
         await asyncio.sleep(0)
         running -= 1
         if body["seed"] == 99:
-            return 400, {"error": {"message": "no"}}
+            return 400, {"error": {"message": "no such seed"}}
         return 200, {"choices": [{"text": str(body["seed"])}], "usage": {"completion_tokens": 3}}
 
     done = asyncio.run(replicas.load(ask, [{"seed": seed} for seed in range(7)], streams=3))
     assert (done.texts, done.tokens, most) == ([str(seed) for seed in range(7)], 21, 3)
-    with pytest.raises(ForerunError, match="no"):
+    with pytest.raises(ForerunError, match="no such seed"):
         asyncio.run(replicas.load(ask, [{"seed": 99}], streams=3))
 
 
