@@ -49,12 +49,10 @@ class Shadow(NamedTuple):
 
 
 LENGTHS, FREQUENCIES = (1, 2, 4, 8, 16), (0.35, 0.75)
-EVIDENCE = (len(LENGTHS) + 1) * (len(FREQUENCIES) + 1)
 
 
 def evidence(matched: int, frequency: float) -> int:
-    """The kind of a looked-up token, below ``EVIDENCE``: how many tokens before it ``matched``, and how often it
-    followed them."""
+    """The kind of a looked-up token: how many tokens before it ``matched``, and how often it followed them."""
     return (len(FREQUENCIES) + 1) * bisect_left(LENGTHS, matched) + bisect_right(FREQUENCIES, frequency)
 
 

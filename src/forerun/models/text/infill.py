@@ -11,7 +11,7 @@ from forerun.core.errors import RequestError, shown
 from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
-PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE, PAD = "prefix", "suffix", "middle", "repository", "file", "pad"
+PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = "prefix", "suffix", "middle", "repository", "file"
 LINE, BLOCK = "line", "block"
 NO_SPACE = "\N{WHITE SMILING FACE}"
 """What no token has in common with a text after it, for tokenizers that put a space before each text."""
