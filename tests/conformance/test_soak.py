@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafting import MIXED
 from forerun import SamplingParams
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -28,18 +29,7 @@ CHOSEN = 0.37
 CANCELLED = 0.3
 """Of all requests: those that are cancelled while they run or wait, at least."""
 
-OPTIONS = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
-    {"temperature": 0.9, "min_p": 0.05, "logit_bias": {30: 2.0, 31: -100.0}},
-    {"temperature": 0.8, "frequency_penalty": 0.4, "bad_words": ["e", "at"]},
-    {"temperature": 0.8, "stop": ["e", "self", "\n\n"], "min_tokens": 3},
-    {"temperature": 0.6, "ignore_eos": False, "logprobs": 1},
-    {"temperature": 0.5, "prompt_logprobs": 0},
-    {"temperature": 0.8, "n": 2},
-]
+OPTIONS = [*MIXED, {"temperature": 0.6, "ignore_eos": False, "logprobs": 1}, {"temperature": 0.5, "prompt_logprobs": 0}]
 
 
 @dataclass

@@ -9,6 +9,17 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import DraftContext, drafters
 
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
+    {"temperature": 0.9, "min_p": 0.05, "logit_bias": {30: 2.0, 31: -100.0}},
+    {"temperature": 0.8, "frequency_penalty": 0.4, "bad_words": ["e", "at", "self", "("]},
+    {"temperature": 0.8, "stop": ["e", "self", "\n\n"], "min_tokens": 3},
+    {"temperature": 0.8, "n": 2},
+]
+"""Options of requests for the soaks."""
 VOCAB = 50
 TREE_NODES = 9
 DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}

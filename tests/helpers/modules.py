@@ -2,7 +2,7 @@
 
 import torch
 
-from forerun.core.batch import Batch
+from forerun.core.batch import Batch, Span
 from forerun.models.architectures.spec import bind, refusal
 from forerun.models.run.base import LoadRequest
 from forerun.models.run.encdec import ModuleWeights
@@ -36,3 +36,26 @@ def feed(model, attention, *spans):
     for span in spans:
         span.logits = list(range(span.count))
     return model.forward(Batch(list(spans)), attention).logits
+
+
+def check_chunks_and_trees(model, attention, texts, reference, close, sources=(None, None)):
+    """Two texts in chunks and batches, then a tree and a chain: each row beside ``reference(index, tokens)``."""
+    first, second = texts
+    nodes, parents = [5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2]
+
+    def span(key, start, tokens, parents=None):
+        return Span(key, start, tokens, parents, source=sources[key])
+
+    rows = [
+        feed(model, attention, span(0, 0, first[:1])),
+        feed(model, attention, span(0, 1, first[1:24]), span(1, 0, second[:30]))[:23],
+        feed(model, attention, span(1, 30, second[30:]), span(0, 24, first[24:]))[3:],
+    ]
+    close(torch.cat(rows), reference(0, first))
+    got = feed(model, attention, span(0, 40, nodes, parents), span(1, 33, nodes[:3]))
+    for node in range(len(nodes)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        close(got[node], reference(0, first + [nodes[step] for step in path])[-1])
+    close(got[len(nodes) :], reference(1, second + nodes[:3])[-3:])

@@ -13,7 +13,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.models.run.hf import HFModel
-from modules import feed, randomise
+from modules import check_chunks_and_trees, feed, randomise
 from refusals import refused
 from rounding import by_chance
 from tiny import tiny_llama
@@ -49,7 +49,6 @@ ARCHITECTURES = {
     "glm4": ("glm4", {}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
-TREE = ([5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2])
 
 
 def some_tokens(count, seed=0):
@@ -104,20 +103,7 @@ def test_logits_of_chunks_batches_and_trees(checkpoint, name, page_size):
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
     expected = reference(folder, first)
     assert 0.3 < expected.std() < 20
-    rows = [
-        feed(model, attention, Span(0, 0, first[:1])),
-        feed(model, attention, Span(0, 1, first[1:24]), Span(1, 0, second[:30]))[:23],
-        feed(model, attention, Span(1, 30, second[30:]), Span(0, 24, first[24:]))[3:],
-    ]
-    close(torch.cat(rows), expected)
-    nodes, parents = TREE
-    got = feed(model, attention, Span(0, 40, nodes, parents), Span(1, 33, nodes[:3]))
-    for node in range(len(nodes)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        close(got[node], reference(folder, first + [nodes[step] for step in path])[-1])
-    close(got[len(nodes) :], reference(folder, second + nodes[:3])[-3:])
+    check_chunks_and_trees(model, attention, [first, second], lambda _, tokens: reference(folder, tokens), close)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

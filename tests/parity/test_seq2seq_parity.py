@@ -17,13 +17,12 @@ from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.sampling.noise import Gumbel, target_key
 from here import where
-from modules import feed
+from modules import check_chunks_and_trees, feed
 from refusals import refused
 from rounding import by_chance
 from tiny import ALPHABET
 from tiny_seq2seq import EOS, FORCED, KINDS, START, reference, save_seq2seq, some_tokens, theirs
 
-TREE = ([5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2])
 SOURCES = [some_tokens(length, seed=length) for length in (60, 1, 23, 7, 40)]
 
 
@@ -42,26 +41,11 @@ def close(got, expected, tolerance=2e-4):
 def test_logits_of_chunks_batches_and_trees(folder, page_size, cpu_attention):
     model = load_model(folder, invariant=False)
     sources = [tuple(source) for source in SOURCES[:2]]
-    first, second = some_tokens(40), some_tokens(33, seed=1)
+    texts = some_tokens(40), some_tokens(33, seed=1)
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
-
-    def span(key, start, tokens, parents=None):
-        return Span(key, start, tokens, parents, source=sources[key])
-
-    rows = [
-        feed(model, attention, span(0, 0, first[:1])),
-        feed(model, attention, span(0, 1, first[1:24]), span(1, 0, second[:30]))[:23],
-        feed(model, attention, span(1, 30, second[30:]), span(0, 24, first[24:]))[3:],
-    ]
-    close(torch.cat(rows), reference(folder, SOURCES[0], first))
-    nodes, parents = TREE
-    got = feed(model, attention, span(0, 40, nodes, parents), span(1, 33, nodes[:3]))
-    for node in range(len(nodes)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        close(got[node], reference(folder, SOURCES[0], first + [nodes[step] for step in path])[-1])
-    close(got[len(nodes) :], reference(folder, SOURCES[1], second + nodes[:3])[-3:])
+    check_chunks_and_trees(
+        model, attention, texts, lambda index, tokens: reference(folder, SOURCES[index], tokens), close, sources
+    )
 
 
 def answers(folder, params, config=None, **options):

@@ -25,6 +25,11 @@ def engine(served):
     served.engine.check()
 
 
+@pytest.fixture
+def ids(served):
+    return served.tokenizer.encode(PROMPT)
+
+
 def run(work):
     return asyncio.run(asyncio.wait_for(work, 60))
 
@@ -37,12 +42,11 @@ def joined(deltas):
     return "".join(d.text for d in deltas), [token for d in deltas for token in d.token_ids]
 
 
-def test_streams_what_a_lone_decode_gives(engine, served):
+def test_streams_what_a_lone_decode_gives(engine, served, ids):
     params = [SamplingParams(temperature=t, seed=s, max_tokens=40) for t in (0.0, 0.9) for s in (1, 2, 3)]
     expected = served.generate([PROMPT] * 6, params, speculate=False)
 
     async def work():
-        ids = served.tokenizer.encode(PROMPT)
         methods = ["draft_model", "ngram", None] * 2
         streams = [await engine.submit(ids, p, method=m) for p, m in zip(params, methods)]
         return await asyncio.gather(*map(read, streams))
@@ -110,9 +114,8 @@ def test_readers_wake_up_while_the_model_computes(served, monkeypatch):
     assert happened == ["news", "draft", "forward", *["draft", "news", "forward"] * (rounds - 1), "news"]
 
 
-def test_reading_joins_rounds_and_changes_nothing(engine, served):
+def test_reading_joins_rounds_and_changes_nothing(engine, served, ids):
     """A reader that comes late gets few deltas, of the same tokens and text; rounds with more to tell stay apart."""
-    ids = served.tokenizer.encode(PROMPT)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, n=2)
     expected = served.generate([PROMPT], params, speculate=False)[0].outputs
 
@@ -155,8 +158,7 @@ def test_cancelling_the_reader_aborts(engine, served):
     run(work())
 
 
-def test_a_slow_reader_is_set_aside_and_loses_nothing(engine, served):
-    ids = served.tokenizer.encode(PROMPT)
+def test_a_slow_reader_is_set_aside_and_loses_nothing(engine, served, ids):
     expected = served.generate([PROMPT], LONG, speculate=False)[0].outputs[0]
 
     async def work():
@@ -188,8 +190,7 @@ def test_a_set_aside_request_can_be_aborted(engine, served):
     run(work())
 
 
-def test_a_failing_round_ends_its_requests_only(engine, served, monkeypatch, plain):
-    ids = served.tokenizer.encode(PROMPT)
+def test_a_failing_round_ends_its_requests_only(engine, served, ids, monkeypatch, plain):
     params = SamplingParams(max_tokens=20, temperature=0.0)
     expected = plain(PROMPT, params)
     model = served.engine.model
@@ -219,11 +220,10 @@ def test_a_failing_round_ends_its_requests_only(engine, served, monkeypatch, pla
     run(work())
 
 
-def test_every_answer_takes_a_place_in_the_queue(engine, served):
+def test_every_answer_takes_a_place_in_the_queue(engine, ids):
     """Four run and four may wait; of a request for n answers, each is one of them."""
 
     async def work():
-        ids = served.tokenizer.encode(PROMPT)
         many = await engine.submit(ids, replace(LONG, n=6))
         with pytest.raises(QueueFullError, match="2 waiting, limit 4"):
             await engine.submit(ids, replace(LONG, n=3))
@@ -238,9 +238,8 @@ def test_every_answer_takes_a_place_in_the_queue(engine, served):
     run(work())
 
 
-def test_an_idle_engine_takes_any_n(engine, served):
+def test_an_idle_engine_takes_any_n(engine, ids):
     async def work():
-        ids = served.tokenizer.encode(PROMPT)
         short = SamplingParams(max_tokens=2, ignore_eos=True)
         stream = await engine.submit(ids, replace(short, n=128))
         with pytest.raises(QueueFullError, match=r"1[12][0-9] waiting"):  # some may run, or have run
@@ -251,11 +250,10 @@ def test_an_idle_engine_takes_any_n(engine, served):
     run(work())
 
 
-def test_answers_that_have_ended_wait_no_more(engine, served):
+def test_answers_that_have_ended_wait_no_more(engine, ids):
     """A request with one long answer left is one sequence, whatever its n was."""
 
     async def work():
-        ids = served.tokenizer.encode(PROMPT)
         many = await engine.submit(ids, replace(LONG, n=8, max_tokens=40))
         with pytest.raises(QueueFullError):
             await engine.submit(ids, LONG)
@@ -267,9 +265,8 @@ def test_answers_that_have_ended_wait_no_more(engine, served):
     run(work())
 
 
-def test_a_bad_request_fails_alone(engine, served):
+def test_a_bad_request_fails_alone(engine, ids):
     async def work():
-        ids = served.tokenizer.encode(PROMPT)
         good = await engine.submit(ids, SamplingParams(max_tokens=8))
         with pytest.raises(RequestError, match="empty"):
             await engine.submit([], LONG)
@@ -283,8 +280,7 @@ def test_a_bad_request_fails_alone(engine, served):
     run(work())
 
 
-def test_draining_finishes_what_runs(engine, served):
-    ids = served.tokenizer.encode(PROMPT)
+def test_draining_finishes_what_runs(engine, ids):
 
     async def work():
         stream = await engine.submit(ids, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -300,9 +296,8 @@ def test_draining_finishes_what_runs(engine, served):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_text_that_may_become_a_stop_is_held_back(engine, served, include):
+def test_text_that_may_become_a_stop_is_held_back(engine, served, ids, include):
     """Stops taken out of the answer itself, at every length, so that they cross tokens."""
-    ids = served.tokenizer.encode(PROMPT)
     base = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
     text = served.generate([PROMPT], base, speculate=False)[0].outputs[0].text
 

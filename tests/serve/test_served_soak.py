@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import run_server, wait_idle
 
+from drafting import MIXED
 from forerun import LLM, SamplingParams, StructuredOutputsParams
 from forerun.cache.prefix import PrefixTree
 from held import held
@@ -48,18 +49,9 @@ DRAFTERS = [
     {"method": "staged", "num_speculative_tokens": 3},
     {"method": "pattern"},
 ]
-OPTIONS = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
-    {"temperature": 0.9, "min_p": 0.05, "logit_bias": {"30": 2.0, "31": -100.0}},
-    {"temperature": 0.8, "frequency_penalty": 0.4, "bad_words": ["self", "("]},
-    {"temperature": 0.8, "stop": ["e", "self", "\n\n"], "min_tokens": 3},
-    {"temperature": 0.6, "ignore_eos": False},
-    {"temperature": 0.8, "n": 2},
-    {"temperature": 0.7, "structured_outputs": {"regex": "[a-z ]{2,12}(ab|cd)?"}},
-]
+OPTIONS = [*MIXED, {"temperature": 0.6, "ignore_eos": False}, {
+    "temperature": 0.7, "structured_outputs": {"regex": "[a-z ]{2,12}(ab|cd)?"},
+}]  # fmt: skip
 WORDS = [
     "def", "parse(", "value,", "self):", "\n    return", "if not", "x = None", "[", "]", "the", "é", "一", "import os",
 ]  # fmt: skip
@@ -145,8 +137,6 @@ def request(draw, tokenizer, text, body, method, leaves):
     """As a chat, a text or token ids; ``Request.prompt`` is what the model should read."""
     names = set(SamplingParams.__dataclass_fields__)
     options = {key: value for key, value in body.items() if key in names}
-    if "logit_bias" in options:
-        options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
     if "structured_outputs" in options:
         options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
     listed = draw.random() < 0.4
