@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from forerun import SamplingParams
+from forerun import SamplingParams, StructuredOutputsParams
 from forerun.speculate.length.adaptive import Adaptive
 from tiny import ALPHABET
 
@@ -27,6 +27,7 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_pena
 BIAS = {"logit_bias": {40: 1.5, 41: -100.0, 3: 2.0}}
 STOPS = {"stop": ["/e/[", "@@@@", "2"], "min_tokens": 3}
 STOP_TOKEN = {"stop_token_ids": [ALPHABET.index("*")]}
+GRAMMAR = {"structured_outputs": StructuredOutputsParams(regex="(def|for) parse[(]text[)]: return [a-z]{40}")}
 EOS_SOON = {"ignore_eos": False, "logit_bias": {0: 3.0}, "min_tokens": 3}
 
 GREEDY = [options(), options(**PENALTIES, **BIAS), options(**STOPS), options(**EOS_SOON), options(top_k=5, top_p=0.9)]
@@ -38,9 +39,12 @@ SAMPLED = [
     options(temperature=0.8, **EOS_SOON, top_p=0.95, max_tokens=None, n=2),
 ]
 # Every prompt at T = 0 and at T = 0.8, each time with other options.
-REQUESTS = [*zip(PROMPTS, GREEDY), *zip(PROMPTS, SAMPLED), (PROMPTS[3], options()), (PROMPTS[2], options(**STOP_TOKEN))]
+REQUESTS = [
+    *zip(PROMPTS, GREEDY), *zip(PROMPTS, SAMPLED), (PROMPTS[3], options()), (PROMPTS[2], options(**STOP_TOKEN)),
+    (PROMPTS[2], options(temperature=0.8, **GRAMMAR)),
+]  # fmt: skip
 # For what does not depend on the options: fewer and shorter.
-SHORT = [(prompt, replace(params, max_tokens=24)) for prompt, params in (REQUESTS[i] for i in (0, 2, 3, 5, 6, 9))]
+SHORT = [(prompt, replace(params, max_tokens=24)) for prompt, params in (REQUESTS[i] for i in (0, 2, 3, 5, 6, 9, -1))]
 FREE = [
     (prompt, options(temperature=temperature, max_tokens=40)) for prompt in PROMPTS[:3] for temperature in (0.0, 0.8)
 ]

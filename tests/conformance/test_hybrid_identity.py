@@ -8,7 +8,6 @@ from matrix import CASES, COMBINATIONS, PAGE_SIZES, Case, marked, unless_of_lab
 from test_beam_identity import SEARCHES, beams, search
 
 from forerun.speculate.accept import rules
-from forerun.speculate.draft import drafters
 from hybrids import KINDS
 
 COPYING = ("prompt_lookup", "ngram", "suffix")
@@ -54,7 +53,7 @@ def test_a_drafter_drafts_what_plain_decoding_says(engine, hybrid, plainly, conf
     assert not any(job.metrics.draft_error for job in jobs)
     drafted = sum(job.metrics.num_draft_tokens for job in jobs)
     if case.method not in COPYING:  # these texts repeat too little
-        assert (drafted == 0) == drafters[case.method].needs.grammar
+        assert drafted > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,7 +52,7 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
     set_prices(built, lambda: 0.001)
     jobs = run(built)
     drafted = sum(job.metrics.num_draft_tokens for job in jobs)
-    assert (drafted > 0) != drafters[combination.case.method].needs.grammar
+    assert drafted > 0
     for got, expected, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
         if same:
             assert got == expected
@@ -84,8 +84,6 @@ def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_pa
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_drafter_drafts(engine, keys, case):
-    """But for one that needs a grammar, which these requests do not have."""
     jobs = run(engine(keys(case)), SHORT)
-    drafted = sum(job.metrics.num_draft_tokens for job in jobs)
-    assert (drafted == 0) == drafters[case.method].needs.grammar
+    assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
     assert sum(job.metrics.rounds for job in jobs) < sum(len(job.output_ids) for job in jobs)

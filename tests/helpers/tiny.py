@@ -21,7 +21,7 @@ def save_tokenizer(folder, alphabet=ALPHABET, unknown=UNKNOWN):
     model = WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token=unknown)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # one that grammars can read
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=unknown)
     fast.save_pretrained(folder)
 
