@@ -53,15 +53,15 @@ def shown(value: Any) -> str:
     return _short(" ".join(text.split()), LONGEST_VALUE)
 
 
-def check_text(text: str) -> None:
-    """Raises RequestError, about ``prompt``, for half a surrogate pair, which cannot be encoded."""
+def check_text(text: str, param: str = "prompt") -> None:
+    """Raises RequestError, about ``param``, for half a surrogate pair, which cannot be encoded."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             found = f"half a surrogate pair (character {error.start}), which is no text"
             message = f"the text has {found}; was it in another encoding than UTF-8?"
-            raise RequestError(message, param="prompt") from None
+            raise RequestError(message, param=param) from None
 
 
 def _short(text: str, longest: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, RequestError, check_text
 from forerun.core.request import RequestState
 from forerun.engine.schemas import COMPACT, grammars
 from forerun.models.text.reasoning import Boundary
@@ -363,6 +363,7 @@ class GrammarCompiler:
             if key in self._cache and self._cache[key][0] is not instead_of:
                 self._cache.move_to_end(key)
                 return self._cache[key][0]
+        check_text(key[1], "structured_outputs")
         size = len(key[1].encode())
         if size > self.longest:
             raise RequestError(f"structured output, {key[0]}: {size} bytes exceed max_grammar_bytes {self.longest}")

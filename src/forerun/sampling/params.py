@@ -142,18 +142,25 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kind and text, by which compiled grammars are cached."""
+        """Kind and text, by which compiled grammars are cached. Raises ConfigError for what JSON cannot spell."""
         if self.json_object:
             return "json", '{"type": "object"}'
         if self.json is not None:
-            return "json", self.json if isinstance(self.json, str) else dumps(self.json)
+            return "json", self.json if isinstance(self.json, str) else _written(self.json)
         if self.choice is not None:
-            return "choice", dumps(self.choice)
+            return "choice", _written(self.choice)
         if self.regex is not None:
             return "regex", self.regex
         if self.schemas is not None:
-            return "schemas", dumps([self.grammar, self.schemas])
+            return "schemas", _written([self.grammar, self.schemas])
         return "grammar", self.grammar or ""
+
+
+def _written(value: Any) -> str:
+    try:
+        return dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"structured_outputs cannot be written as JSON: {error}") from None
 
 
 def _structured(given: Mapping[str, Any] | StructuredOutputsParams | None) -> StructuredOutputsParams | None:
