@@ -55,7 +55,7 @@ def random_weights(size, vocabulary, taps, kind, seed=0):
     return w
 
 
-def config_of(target, kind):
+def config_of(target, kind, **more):
     text = Checkpoint.at(Path(target)).config.get_text_config()
     config = {
         "hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_attention_heads": HEADS,
@@ -80,7 +80,7 @@ def config_of(target, kind):
             "pure_draft_prefix_len": 1,
             "shift_label": kind in FROM_ANCHOR,
         }
-    return config
+    return config | more
 
 
 def write(folder, config, weights):
