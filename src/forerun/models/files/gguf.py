@@ -63,8 +63,7 @@ class GGUFTensor:
 
 
 class GgufMetadata(UserDict[str, Any]):
-    """Values by key. Lists of strings are long, so they are decoded on first access. That raises ModelError unless they
-    are UTF-8."""
+    """Values by key. Lists of strings are decoded on first access, which raises ModelError if they are no UTF-8."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         super().__init__(values)
