@@ -123,7 +123,7 @@ class PrefixTree:
             self.pages.adopt(key, pages[::-1], length)
 
     def _match_state(self, key: int, cached: _Node, rest: Sequence[int], *, partial: bool) -> int:
-        """``match_prefix`` where there are states: starts ``key`` from the furthest kept one on its tokens' way."""
+        """``match_prefix`` where there are states: starts ``key`` from the last kept one that its tokens reach."""
         states, size = self.pages.states, self.pages.page_size
         assert states is not None
         node, offset = cached, 0
