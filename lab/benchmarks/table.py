@@ -73,7 +73,7 @@ def table() -> str:
     machine, other = next(iter(runs.values())), others[0]
     lines += [
         "",
-        "Speeds are medians after the first token, ratios medians of pairs (95 % intervals; of five or fewer: all).",
+        "Speeds are medians after the first token, ratios medians of pairs (95 % interval; extremes of five or fewer).",
         f"{'; '.join(runs)}; answers of up to {max(pair['answer'] for pair in machine['pairs'])} tokens.",
         f"{machine['threads']} threads of {machine['processor']}, {machine['date']}.",
         f"The same ratios at T = 0.8: {brief([*runs.values()], 0.8)};",

@@ -164,8 +164,8 @@ class RatioRule(Rule):
         chance = iter(chances)
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
             round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))
-            passed = [
-                [uniform(fold(round_key, parent, rank)) < next(chance) for rank in range(len(trials))]  # min(1, p / q)
+            passed = [  # under ``token`` a chance is min(1, p / q)
+                [uniform(fold(round_key, parent, rank)) < next(chance) for rank in range(len(trials))]
                 for parent, trials in enumerate(draft.trials)
             ]
             path = self.walk(draft, passed)
