@@ -120,7 +120,7 @@ def kept(part, ids, seen=()):
         for holder in value if isinstance(value, list | tuple) else [value]:
             if isinstance(holder, dict) and name != "after" and ids & set(holder):
                 result.append(name)
-            if name == "inner" and id(holder) not in seen:
+            if name in ("base", "inner", "policy") and id(holder) not in seen:
                 result += kept(holder, ids, (*seen, id(holder)))
     return result + [
         f"pages of {key}" for pool in getattr(part, "pools", list)() for key in pool.block_tables if key in ids
