@@ -5,7 +5,8 @@ PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64 win_a
 SANITIZED = tests/unit/kernels/test_kernel_arguments.py tests/unit/kernels/test_decoder_arguments.py tests/unit/models/test_recurrent.py tests/unit/models/test_linear.py tests/unit/models/test_blocks.py \
 	tests/unit/models/test_gguf_model.py tests/unit/attention/test_attention.py \
 	tests/unit/sampling/test_sampling_draw.py tests/unit/sampling/test_sampling_warp.py tests/unit/speculate/test_drafted_chains.py \
-	tests/unit/speculate/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
+	tests/unit/speculate/test_compare.py tests/unit/speculate/test_chain_lookup.py tests/unit/models/test_gguf_types.py tests/unit/kernels/test_matrix_unit.py tests/unit/kernels/test_prefetch.py \
+	tests/unit/kernels/test_kernel_threads.py tests/exact/test_distribution.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
 .PHONY: help setup check quick test size sanitize sanitize_threads emulated wheels bench docs
 

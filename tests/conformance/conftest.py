@@ -2,7 +2,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import LONGEST, SETS, answers, run
 from matrix import SHAPES, additions
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -10,6 +9,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
+from harness import LONGEST, SETS, answers, run
 from tiny import WIDE, save_checkpoint, tiny_llama
 
 

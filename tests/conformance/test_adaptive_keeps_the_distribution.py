@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from harness import set_prices
 from matrix import Case
 from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution, pvalue
 
 from forerun import SamplingParams
 from forerun.speculate.length.base import Seconds
+from harness import set_prices
 
 RULES = ("token", "block")
 REQUESTS = 2000

@@ -4,10 +4,10 @@ import random
 from functools import cache
 
 import pytest
-from harness import answers, check_idle, options
 from matrix import CASES, Case, marked, unless_of_lab
 
 from forerun.sampling.params import BeamSearchParams
+from harness import answers, check_idle, options
 
 SEARCHES = [
     ("hello world, hello world, hello", BeamSearchParams(4, 20, ignore_eos=True)),

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import answers, check_idle, run
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
@@ -16,6 +15,7 @@ from forerun.engine.trials import trials
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.heads.dflash import TrainedDFlash
+from harness import answers, check_idle, run
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 from waits import HostWaits
 

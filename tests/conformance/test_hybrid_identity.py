@@ -3,11 +3,11 @@
 from functools import cache
 
 import pytest
-from harness import REQUESTS, SHORT, answers, check_idle, options, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, Case, marked, unless_of_lab
 from test_beam_identity import SEARCHES, beams, search
 
 from forerun.speculate.accept import rules
+from harness import REQUESTS, SHORT, answers, check_idle, options, run
 from hybrids import KINDS
 
 COPYING = ("prompt_lookup", "ngram", "suffix")

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from harness import REQUESTS, SHORT, TOKENS, answers, run, set_prices
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
 
 from drafting import CONFIGS, fill
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
+from harness import REQUESTS, SHORT, TOKENS, answers, run, set_prices
 from tiny import ALPHABET
 
 WIDE_CASES = [

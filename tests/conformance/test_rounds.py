@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import echo
 import pytest
-from harness import FREE, PROMPTS, SHORT, answers, options, run
 from matrix import CASES, CHAINS, PAGE_SIZES, PATHS, POLICIES, RULES, TREE, Case, marked, unless_of_lab
 from scripted import Scripted
 
@@ -15,6 +14,7 @@ from forerun.core.tree import Draft
 from forerun.models.run.base import new_attention
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
+from harness import FREE, PROMPTS, SHORT, answers, options, run
 from tiny import ALPHABET
 
 # Trees meet the same code after drafting; identity covers them.

@@ -5,13 +5,13 @@ from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import pytest
-from harness import check_idle
 from matrix import CHAINS, unless_of_lab
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import BeamSearchParams
 from forerun.speculate.draft import drafters
+from harness import check_idle
 
 PAGE = 8
 LONGEST = 160

@@ -6,7 +6,6 @@ from itertools import count
 
 import pytest
 import torch
-from harness import BIAS, PENALTIES, answers, check_idle, options
 from transformers import LlamaForCausalLM
 
 from drafting import fill
@@ -19,6 +18,7 @@ from forerun.models.load import load_model
 from forerun.models.run.invariance import self_test
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.accept import rules
+from harness import BIAS, PENALTIES, answers, check_idle, options
 from here import NO_KERNELS
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama

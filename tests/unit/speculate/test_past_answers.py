@@ -4,7 +4,6 @@ import json
 import os
 import random
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,5 +315,7 @@ def test_another_models_file_is_refused_by_an_engine(tiny_target, tiny_draft, tm
 
 def test_nothing_is_kept_without_it(tiny_target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    generate(tiny_target, speculative_config={"method": "suffix"})
-    assert list(Path(tmp_path).iterdir()) == []
+    with LLM(tiny_target, speculative_config={"method": "suffix"}) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.engine.memory is None
+    assert list(tmp_path.iterdir()) == []

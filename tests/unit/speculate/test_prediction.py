@@ -4,6 +4,7 @@ import pytest
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import RequestError
+from harness import check_idle
 from refusals import refused
 
 PROMPT = "def parse(text):\n"
@@ -79,11 +80,13 @@ def test_beams_may_have_one(drafting):
 
 
 def test_a_finished_request_leaves_nothing(drafting):
-    params = SamplingParams(max_tokens=8, temperature=0.0)
-    drafting.generate([{"prompt": PROMPT, "prediction": "return text.split()"}] * 3, params)
-    drafting.engine.check()
-    for drafter in drafting.engine.router.drafters.values():
-        assert not getattr(drafter, "indices", {})
+    engine, ids = drafting.engine, drafting.tokenizer.encode(PROMPT)
+    for _ in range(3):
+        engine.add(ids, SamplingParams(max_tokens=8, temperature=0.0), prediction=ids)
+    jobs = list(engine.jobs.values())
+    while engine.busy:
+        engine.step()
+    check_idle(engine, jobs)
 
 
 def test_mistakes(drafting, llm):
