@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import ceil, exp, inf, log
+from math import ceil, exp, inf, log, nan
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -156,6 +156,8 @@ class Prices:
     """Weight of a verification of drafts, compared with the last ones of other numbers of rows."""
     SLOWER = 0.2
     """Log of the seconds by which rounds with drafts must have become slower than the table says to be checked."""
+    JUMPED = 0.25
+    """The part for which a comparison counts if plain rounds before it and after it differ by more than ``SLOWER``."""
     STALE = 0.15
     """Tables with a mean bias beyond this are not kept: the next engine measures anew."""
 
@@ -182,6 +184,8 @@ class Prices:
         """This many rounds with drafts in a row were much slower than the machine was before."""
         self._before = inf
         """Log of the level that plain rounds have shown, or of the least since then."""
+        self._level = nan
+        """Log of the level that the last plain rounds have shown."""
         self._rounds = self._sequences = 0
 
     def units(self, rows: float, sequences: int, experts: int = 0) -> int:
@@ -336,15 +340,17 @@ class Prices:
         elif warm:
             self._plain.append(residual)
             if len(self._plain) == 2:
-                self.slower, self._before = 0, sum(self._plain) / 2
-                self._compare(table, self._before)
+                level = sum(self._plain) / 2
+                part = self.JUMPED if abs(level - self._level) > self.SLOWER else 1.0
+                self.slower, self._before, self._level = 0, level, level
+                self._compare(table, level, part)
 
     @property
     def compared(self) -> bool:
         """Whether plain rounds have followed the last verification of drafts, and were compared with it."""
         return len(self._plain) >= 2
 
-    def _compare(self, table: PriceTable, plain: float) -> None:
+    def _compare(self, table: PriceTable, plain: float, part: float) -> None:
         """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
         by_rows: dict[int, list[float]] = {}
         for number, units, residual in self._drafted:
@@ -355,7 +361,7 @@ class Prices:
             before = table.rows_bias(units)
             share = 0.5 if abs(apart - before) > self.SLOWER else 0.2
             weight = 0.5 if table.unchecked else min(share, 0.05 * len(residuals))
-            table.bias[units] = before + weight * (apart - before)
+            table.bias[units] = before + part * weight * (apart - before)
         table.unchecked = max(0, table.unchecked - bool(by_rows))
 
     def state(self) -> list[Any]:
