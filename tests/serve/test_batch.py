@@ -114,7 +114,7 @@ def test_answers_to_another_file_are_kept(tmp_path):
     out = tmp_path / "out.jsonl"
     for content, message in (
         (b'{"id": "batch_req_1_x"}\n', "1 answers to lines"),
-        (b"hello\n", "does not contain batch answers"),
+        *((text, "does not contain batch answers") for text in (b"hello\n", b"[1,2,3]", b'{"id": "batch"}')),
     ):
         out.write_bytes(content)
         refused(ConfigError, message, Answers, out, source)

@@ -23,6 +23,9 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import lock
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+NAMED = "batch_req_"
+BEGINS = f'{{"id": "{NAMED}'.encode()
+"""How an answer's line begins."""
 BUSY = (429, 503)
 """Statuses after which a request is sent again."""
 WAIT = 0.5
@@ -54,7 +57,7 @@ class BatchLine:
 
 def parse(number: int, raw: bytes, seen: set[str]) -> BatchLine:
     """Returns line ``number``, counted from 1. ``seen`` are the ``custom_id`` so far; its own is added."""
-    line = BatchLine(f"batch_req_{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
+    line = BatchLine(f"{NAMED}{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
     try:
         given = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -131,13 +134,13 @@ class Answers:
         """Reads which lines are answered, and cuts off an answer that is not whole."""
         end = 0
         for raw in self.file:
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and raw[: len(BEGINS)] == BEGINS[: len(raw)]:
                 break
             try:
                 name = json.loads(raw)["id"]
             except (ValueError, KeyError, TypeError):
                 name = None
-            if not isinstance(name, str):
+            if not isinstance(name, str) or not raw.endswith(b"\n"):
                 raise ConfigError(f"{path} does not contain batch answers: choose another --out")
             self.answered.add(name)
             end += len(raw)
