@@ -256,6 +256,7 @@ def test_clear_errors(rings, tmp_path):
     refused(ConfigError, r"'lookahead' .* cannot adapt: remove 'adapt'", serve, True, "lookahead")
     with pytest.raises(ConfigError, match=r"has no option 'adapt'.*it belongs to"):
         LLM(str(rings), speculative_config={"method": "ngram", "adapt": True})
+    refused(ConfigError, "has another model", serve, {"save": str(rings)})
     blocked = tmp_path / "file"
     blocked.write_text("")
     llm = serve({"save": str(blocked)})
@@ -318,6 +319,10 @@ def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_pat
         damaged.write_text(content)
         with pytest.raises(ConfigError, match=r"damaged\.json cannot be used"):
             LLM(str(rings), speculative_config={"method": "table", "table_file": str(damaged)})
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("mine")
+    wrong = {"method": "table", "adapt": True, "adapt_save": str(thesis)}
+    refused(ConfigError, "is no table of counts", LLM, str(rings), speculative_config=wrong)
     refused(ConfigError, "set 'adapt' too", LLM, str(rings), speculative_config={"method": "table", "adapt_save": "x"})
     with pytest.raises(ConfigError, match="adapt_weight must be a number above 0"):
         LLM(str(rings), speculative_config={"method": "table", "adapt": True, "adapt_weight": 0.0})

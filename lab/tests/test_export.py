@@ -33,6 +33,7 @@ def test_an_exported_head_drafts_as_before(tmp_path, form, capsys):
     command = capsys.readouterr().out
     assert str(out) in command
     assert drafted(str(out)) == drafted(None)
+    refused(ConfigError, "has a model already", export_head, "forerun:eagle", TARGET, out, form)
     layer = {"speculators": "layers.0.", "sglang": "midlayer."}[form]
     assert {name for name in read_tensors(out) if "q_proj" in name} == {f"{layer}self_attn.q_proj.weight"}
 

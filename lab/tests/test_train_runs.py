@@ -25,6 +25,7 @@ from forerun_lab.train.heads import train_head
 from forerun_lab.train.target import train_target
 from forerun_lab.tune import loop, progress
 from forerun_lab.tune.config import LoopSettings, Stopped
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,13 @@ def test_another_targets_run_is_refused_and_both_are_named(trained, other_target
         assert f"{target} ({Checkpoint.at(target).fingerprint()})" in err
     assert "--no-resume" in err
     assert files(trained.out) == before
+
+
+def test_a_model_is_not_overwritten_by_a_head(trained, other_target):
+    before = files(other_target)
+    for change in ({"target": other_target}, {}):
+        refused(ConfigError, "has another model", train_head, replace(trained, out=other_target, **change))
+    assert files(other_target) == before
 
 
 @pytest.mark.parametrize(

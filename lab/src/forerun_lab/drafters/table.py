@@ -10,6 +10,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ import torch
 from forerun import pretrained
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError
-from forerun.core.folders import expanded
+from forerun.core.folders import expanded, replace_with
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig
@@ -123,9 +124,13 @@ class Tables:
         content = json.dumps({FORMAT: 1, "anywhere": self.anywhere, "after": self.after})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
+            replace_with(path, partial(Path.write_text, data=content, encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"adapt_save: {path} cannot be written: {error.strerror}") from error
+
+
+def _is_table(text: str) -> bool:
+    return text.startswith(f'{{"{FORMAT}"')
 
 
 class Table(Drafter[TableConfig]):
@@ -138,6 +143,9 @@ class Table(Drafter[TableConfig]):
         super().__init__(config, context)
         if context.tokenizer is None:
             raise ConfigError("method 'table' counts tokens of a text and needs a tokenizer")
+        kept = expanded(config.adapt_save or "")
+        if config.adapt_save is not None and kept.is_file() and not _is_table(kept.read_text(errors="replace")):
+            raise ConfigError(f"adapt_save: {kept} is no table of counts: choose another file")
         self.tables = self._read(context.sampler.device)
         if not self.tables.anywhere:
             raise ConfigError(f"table_file {config.table_file} holds no text to count")
@@ -151,7 +159,7 @@ class Table(Drafter[TableConfig]):
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"table_file {path} cannot be read: {error.strerror}") from error
-        if not text.startswith(f'{{"{FORMAT}"'):
+        if not _is_table(text):
             return Tables.of_text(text, self.context.tokenizer, device)
         try:
             return Tables.of_json(json.loads(text), device)

@@ -23,6 +23,7 @@ from torch import nn
 from forerun import kernels
 from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types, check_within
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.models.run.base import Model
 from forerun.speculate.draft.heads.dflash import DFlashHead
@@ -31,6 +32,7 @@ from forerun.speculate.draft.heads.head import Head
 from forerun_lab.heads.dflash import TrainedDFlash
 from forerun_lab.heads.eagle import TrainedEagle
 from forerun_lab.heads.training import TrainedHead, TrainingBatch
+from forerun_lab.overwrite import refuse_models
 
 MAX_DUE = 4
 """Training steps that may be due at most; others are skipped."""
@@ -98,6 +100,8 @@ class Learner:
         depth = head.sizes.depth + 1
         if options.window <= depth:
             raise ConfigError(f"adapt: window must be above {depth} for a head that guesses {depth - 1} tokens ahead")
+        if options.save is not None:
+            refuse_models(expanded(options.save))
         self.head, self.target, self.options, self.clock = head, target, options, clock
         self.master = trained(head).float().train()
         """Float32: small steps would vanish in the head's own dtype."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from forerun import pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import Checkpoint, resolve
+from forerun_lab.overwrite import refuse_models
 from forerun_lab.train.config import RunConfig
 from forerun_lab.train.corpus import describe
 
@@ -39,7 +40,8 @@ def digest(parts: Iterable[str | Tensor]) -> str:
 def claim(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None = None) -> None:
     """Save the identity of the run in ``config.out``: ``method``, ``data`` and, if it has one, the checkpoint in the
     folder ``target``. A run that starts over removes an earlier run's files. Raises ConfigError if the folder has
-    another run that would be continued."""
+    another run that would be continued, or a model of others."""
+    refuse_models(config.out, *([] if target is None else [target]))
     folder = config.out / "run"
     own = _marks(config, method, data, target)
     if config.resume and folder.is_dir() and any(folder.iterdir()):

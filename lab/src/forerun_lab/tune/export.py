@@ -25,8 +25,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def export_head(head: str, target: str, out: Path, form: str) -> str:
     """Write an ``eagle`` head made for ``target`` to the folder ``out``. Returns the command that serves both. Raises
-    ConfigError for an unknown form, ModelError for a head of another target or of a kind that those engines do not run,
-    and for a target without safetensors."""
+    ConfigError for an unknown form or an ``out`` that has a model, ModelError for a head of another target or of a kind
+    that those engines do not run, and for a target without safetensors."""
     if form not in FORMS:
         raise ConfigError(f"a head is exported as {' or '.join(FORMS)}, not {form!r}")
     folder = resolve(target)
@@ -50,6 +50,8 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
     if sizes.num_layers in made.layers and form == SGLANG:
         raise ModelError(f"{head} reads its target's last hidden state, which SGLang's targets do not give")
     weights = _weights(made, folder, "midlayer." if form == SGLANG else "layers.0.")
+    if (out / CONFIG).exists():
+        raise ConfigError(f"{out} has a model already: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     let_read(out / "model.safetensors")
