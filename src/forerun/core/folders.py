@@ -25,7 +25,7 @@ def cache_folder() -> Path:
     named, *others = _candidates()
     reason = distrust(named)
     if reason is None:
-        return named.resolve()
+        return Path(os.path.realpath(named))
     for target in others:
         try:
             result = make_folder(target)
@@ -40,7 +40,7 @@ def _candidates() -> Iterator[Path]:
     """Possible cache folders, the preferred one first."""
     named, base = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if named:
-        yield Path(named).expanduser()
+        yield expanded(named)
     if base:
         yield Path(base) / "forerun"
     user = _name(os.geteuid()) if POSIX else ""
@@ -70,7 +70,7 @@ def distrust(path: Path) -> str | None:
     """
     if not POSIX:
         return None
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # unlike Path.resolve, it raises nothing for links in a circle
     for part in (target, *target.parents):
         try:
             result = part.lstat()
@@ -191,10 +191,15 @@ class Record:
     def read(self) -> Any:
         """The measurement; None if there is none, if it is damaged, or if other users may have written it."""
         try:
-            return json.loads(read_kept(self._path) or "null")
-        except (ValueError, RecursionError):
+            kept = json.loads(read_kept(self._path) or "null")
+            return kept["value"] if kept["sha256"] == _digest(kept["value"]) else None
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def write(self, value: Any) -> None:
         """Keeps ``value``, if there is a writable cache folder."""
-        keep(self._path, json.dumps(value).encode())
+        keep(self._path, json.dumps({"sha256": _digest(value), "value": value}).encode())
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
