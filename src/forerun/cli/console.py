@@ -67,6 +67,11 @@ def one_line(message: object) -> str:
 def quiet() -> None:
     """Silences other libraries; prints Forerun's own warnings as one line each on stderr. Characters that the terminal
     cannot show are escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed before the program began
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if os.environ.get("COLUMNS") == "0":  # an unknown width, as some terminals say it
+        del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -155,4 +156,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     gc.set_threshold(MANY)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run())

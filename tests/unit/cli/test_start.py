@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -138,3 +140,38 @@ def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp
 def test_a_key_of_another_rule_is_still_named(capsys):
     assert run(["generate", "x", "--speculative-config", '{"method": "ngram", "lenience": 0.5}']) == 2
     assert "it belongs to lenient" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "printed"),
+    [
+        ("ls 2>&-", 0, ""),
+        ("generate - <&-", 2, "error: the prompt is empty"),
+        ("generate abc --spec-method ngram --max-tokens 2 2>&-", 0, "ngram: nothing was drafted"),
+        ("--version >&-", 0, ""),
+    ],
+)
+def test_standard_streams_may_be_closed(command, code, printed):
+    done = subprocess.run(f"{sys.executable} -m forerun {command}", shell=True, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert printed in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["~nosuch/x", "circle"])
+def test_a_cache_folder_that_cannot_be(tmp_path, name):
+    (tmp_path / "circle").symlink_to("circle")
+    around = {**os.environ, "FORERUN_CACHE": name, "COLUMNS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "forerun", "ls"], cwd=tmp_path, env=around, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_an_interrupt_while_modules_are_imported(tmp_path):
+    """Its modules are slow here: the command ends as its signal says, and prints no traceback."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "forerun", "ls"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
