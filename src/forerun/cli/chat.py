@@ -177,7 +177,7 @@ class ChatCommands:
             raise RequestError("nothing to answer again")
         random = params.seed is None or params.seed == -1
         if not params.greedy and params.seed is not None and not random:
-            params = replace(params, seed=params.seed + 1)
+            params = replace(params, seed=(params.seed + 1) % 2**64)
         if conversation.turns[-1]["role"] == ASSISTANT:
             conversation.turns.pop()
         conversation.params = params
@@ -230,8 +230,9 @@ def _path(command: str, text: str) -> Path:
 
 def read_messages(path: Path) -> list[dict[str, str]]:
     """Reads messages that ``/save`` wrote. Raises ConfigError for anything else."""
+    text = read_file(path)
     try:
-        result: Any = json.loads(read_file(path))
+        result: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     valid = isinstance(result, list) and all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class AsyncLLM:
 
     def __init__(self, model: str = "forerun:target", **options: Any) -> None:
         self._llm = LLM(model, **options)
-        self._engine = AsyncEngine(self._llm.engine)
+        self._engine = AsyncEngine(self._llm.engine, max_queue=sys.maxsize)
         self._llm.tokenizer = self._engine.tokenizer  # the engine's own is for its thread
 
     def __repr__(self) -> str:

@@ -300,7 +300,7 @@ class Engine:
         loaded = self.router.drafters
         if method is None:
             method = next(iter(loaded), None)
-        elif method not in loaded:
+        elif not isinstance(method, str) or method not in loaded:
             raise RequestError(f"method {method!r} is not loaded; loaded: {', '.join(loaded) or NONE}", param="method")
         limit = loaded[method].config.num_speculative_tokens if method is not None else 0
         if max_draft is not None and not 0 <= max_draft <= limit:

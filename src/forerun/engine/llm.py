@@ -466,7 +466,7 @@ if hasattr(os, "register_at_fork"):
 
 def priorities(given: Sequence[int] | None, count: int) -> list[int]:
     """One for each of ``count`` prompts. Raises ConfigError."""
-    several = [0] * count if given is None else list(given)
+    several = [0] * count if given is None else list(given) if isinstance(given, Iterable) else []
     if len(several) != count or any(not isinstance(value, int) for value in several):
         raise ConfigError(f"priority must list one integer for each of the {count} prompts, not {given!r}")
     return several

@@ -24,7 +24,7 @@ KEPT_STATES = 2**30
 
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of a number or a text such as ``2GiB``, ``512 MB`` or ``1.5GiB``. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in UNITS or isinstance(size, bool):
         raise ConfigError(f"{name} must be bytes or a size such as '2GiB', not {size!r}")
     return int(float(match[1]) * UNITS[match[2].upper()])

@@ -293,13 +293,16 @@ def test_retry_takes_the_next_seed_where_one_matters(chat, told):
     assert "temperature 0" in reply.text
     commands.conversation.params = SamplingParams(temperature=0.9, seed=-1)
     assert (commands.run("/retry").text, commands.conversation.params.seed) == ("", -1)
+    for seed, after in ((-2, 2**64 - 1), (2**64 - 1, 0)):  # -1 would draw a fresh one
+        commands.conversation.params = SamplingParams(temperature=0.9, seed=seed)
+        assert commands.run("/retry").text == f"seed is {after}"
     hot = {"temperature": 0.9}
     expected = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
     assert chat("hello\n/retry\n", "--temperature", "0.9")[1].splitlines() == expected
     assert expected[0] != expected[1]
 
 
-@pytest.mark.parametrize("line", ["/retry", "/save ~nobody-here/talk", "/save FOLDER/talk", f"/set seed {'9' * 5000}"])
+@pytest.mark.parametrize("line", ["/save ~nobody-here/talk", "/save FOLDER/talk", f"/set seed {'9' * 5000}"])
 def test_a_command_that_cannot_be_done_changes_nothing(tmp_path, line):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udcff"}]  # no UTF-8, from a terminal
     commands = talk(turns=[*turns])

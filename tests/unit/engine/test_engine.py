@@ -125,7 +125,7 @@ OTHERS = [
     ({"max_model_len": 512}, "max_model_len 512 exceeds the model's context of 256 tokens"),
     ({"seed": "one"}, "seed must be an integer, not 'one'"),
     ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
-    *(({"kv_cache_memory": text}, "kv_cache_memory must be") for text in ("much", "2 GiBs", "-1", "", True)),
+    *(({"kv_cache_memory": text}, "kv_cache_memory must be") for text in ("much", "2 GiBs", "-1", "", True, "1" * 400)),
     ({"kv_cache_memory": "1MB", "num_pages": 4}, "conflicts with num_pages"),
     ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "every running request needs one token per step"),
     ({"prefix_caching": True, "page_size": None}, "needs page_size"),

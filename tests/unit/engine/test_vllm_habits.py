@@ -136,6 +136,6 @@ def test_lower_priorities_are_answered_first(tiny_target):
 
     model.generate([[5] * 3, [5] * 4, [5] * 5], COLD, priority=[2, 0, 1], on_update=see)
     assert ended == [4, 5, 3]
-    for wrong in ([1], [1, 2, "x"]):
+    for wrong in ([1], [1, 2, "x"], 3):
         with pytest.raises(ForerunError, match="priority must list one integer for each of the 3 prompts"):
             model.generate([[5]] * 3, COLD, priority=wrong)
