@@ -149,7 +149,8 @@ OTHERWISE = {
 OF_CONFIGS = {name: OTHERWISE[name] for name in ("null", "a number", "numbers alone", "brackets")}
 DAMAGES = {
     groups: CUT | OTHERWISE, prefetches: CUT | OTHERWISE, gpu_tiles: CUT | OTHERWISE,
-    configs: CUT | CHANGED | OF_CONFIGS, compiled: CUT | CHANGED, weights: CUT | CHANGED, orders: CUT | CHANGED, fetched: CUT,
+    configs: CUT | CHANGED | OF_CONFIGS, compiled: CUT | CHANGED, weights: CUT | CHANGED,
+    orders: CUT | CHANGED, fetched: CUT,
 }  # fmt: skip
 OURS = (prefetches, compiled, weights)
 KINDS = [*(kind for kind in DAMAGES if kind not in OURS), *where(kernels.library() is not None, OURS)]

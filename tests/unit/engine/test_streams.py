@@ -129,6 +129,14 @@ def test_the_more_urgent_of_waiting_requests_goes_first(options):
     assert ends == sorted(ends, reverse=True)  # the first may have begun
 
 
+def test_an_async_llm_queues_what_it_is_given(options):
+    async def ask():
+        async with AsyncLLM(options["model"], speculative_config=None) as llm:
+            return await llm.generate([PROMPT] * 1400, SamplingParams(max_tokens=1))
+
+    assert len(asyncio.run(ask())) == 1400
+
+
 def test_outputs_show_themselves_in_short(llm, options):
     assert repr(llm) == f"LLM({options['model']!r}, drafts: draft_model)"
     (output,) = llm.generate({"prompt": "the 12 <b>", "prompt_token_ids": PROMPT}, PARAMS)
