@@ -185,7 +185,8 @@ class Record:
     """A measurement as JSON in the cache folder ``kind``, valid in the given ``environment``."""
 
     def __init__(self, kind: str, *environment: str) -> None:
-        key = hashlib.sha256("\0".join(environment).encode()).hexdigest()[:24]
+        # Earlier versions share the folder, and take a record with a hash for a measurement.
+        key = hashlib.sha256("\0".join(("with a hash", *environment)).encode()).hexdigest()[:24]
         self._path = Path(kind) / f"{key}.json"
 
     def read(self) -> Any:
