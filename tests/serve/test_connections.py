@@ -5,7 +5,7 @@ import socket
 from contextlib import contextmanager, suppress
 
 import pytest
-from running import run_server, until
+from running import run_server, until, wait_idle
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
@@ -198,6 +198,20 @@ def test_an_answer_may_take_longer_than_a_head(hasty):
             client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             status, result = answer(client)
             assert (status, json.loads(result)["usage"]["completion_tokens"]) == (200, 60)
+
+
+@pytest.mark.usefixtures("slower_rounds")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_hangs_up_behind_another_request_is_noticed(patient, at_once):
+    body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true, "speculative": {"enabled": false}}'
+    with connection(patient) as client:
+        behind = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body + behind * at_once)
+        until(lambda: patient.engine.streams)
+        if not at_once:  # reading had stopped
+            client.sendall(behind)
+            until(lambda: any(len(each.pipeline) for each in list(patient.server.server_state.connections)))
+    wait_idle(patient)
 
 
 def test_who_takes_no_answer_is_left(hasty):

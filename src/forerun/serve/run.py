@@ -36,6 +36,8 @@ class Connection(HttpToolsProtocol):
         self.limits = limits
         self.in_head = True
         """No request has begun, or its headers have not ended."""
+        self.unanswered: list[Any] = []
+        """Cycles of requests: the running one, and those that wait for it."""
         self.idle_since = 0.0
         self.progress = False
         """Whether the parser has completed a part of the request in the present piece of data."""
@@ -68,6 +70,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
         self.resume_writing()
+        for cycle in self.unanswered:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -124,6 +129,9 @@ class Connection(HttpToolsProtocol):
         self._stop_deadline()
         self._set_host_of_url()
         super().on_headers_complete()
+        self.unanswered.append(self.cycle)
+        if len(self.unanswered) < 16:  # uvicorn would no longer see that the client hangs up
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self.progress = True
@@ -143,6 +151,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
+        self.unanswered.pop(0)
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
