@@ -432,3 +432,26 @@ def test_a_drain_waits_for_answers_of_all_models(here, slow):
         assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
         reader.join(30)
         assert len(texts[A]) == LONG["max_tokens"]
+
+
+def test_a_drain_refuses_who_waits_for_a_model(here, monkeypatch):
+    """One waits for the model that is being loaded, and one for its memory."""
+    loaded = threading.Event()
+    monkeypatch.setattr(models, "LLM", lambda **options: loaded.wait(30) and LLM(**options))
+    with library("0.8MB") as (several, _, http), ThreadPoolExecutor(2) as threads:
+
+        def asked(name):
+            return threads.submit(http.post, "/v1/completions", json={**LONG, "model": name})
+
+        try:
+            waiting = [asked(A)]
+            until(lambda: several._tasks)
+            waiting.append(asked(B))
+            until(several._door.locked)
+            (loading,) = several._tasks
+            asyncio.run_coroutine_threadsafe(several.drain(60), loading.get_loop()).result(20)
+            for each in waiting:
+                answer = each.result(10)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        finally:
+            loaded.set()

@@ -24,6 +24,8 @@ from forerun.engine.stop import Finish, held_back
 from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import Params, StructuredOutputsParams
 
+SHUTTING_DOWN = "the server is shutting down and accepts no new requests"
+
 
 class QueueFullError(RequestError):
     """More sequences would wait than the queue holds; try again later."""
@@ -366,7 +368,7 @@ class EngineClient(ABC):
             ClosedError: the engine is draining or has ended.
         """
         if self.draining:
-            raise ClosedError("the server is shutting down and accepts no new requests")
+            raise ClosedError(SHUTTING_DOWN)
         ahead, slots = sum(stream.unfinished for stream in list(self.streams)), self.capacity()
         if ahead and ahead + params.n > slots + self.max_queue:
             waiting = max(0, ahead - slots)

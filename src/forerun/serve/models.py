@@ -7,8 +7,9 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from asyncio import TimerHandle
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -20,7 +21,7 @@ from fastapi import Request
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine, Turns
 from forerun.engine.auto import choose
-from forerun.engine.client import ClosedError, EngineClient
+from forerun.engine.client import SHUTTING_DOWN, ClosedError, EngineClient
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
 from forerun.models.files.inventory import StoredModel, here, on_disk
@@ -89,6 +90,7 @@ class Models(ABC):
         self.recorder = Recorder(options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self._draining = False
+        self._limits: set[asyncio.Timeout] = set()
 
     @property
     def draining(self) -> bool:
@@ -134,6 +136,20 @@ class Models(ABC):
     async def put_away(self, name: str) -> None:
         """Takes a model out of memory once nobody uses it."""
 
+    @asynccontextmanager
+    async def limited(self, seconds: float | None) -> AsyncIterator[None]:
+        """Ends what waits in it: after ``seconds`` with TimeoutError, and with ClosedError once the server drains."""
+        try:
+            async with asyncio.timeout(0 if self._draining else seconds) as limit:
+                self._limits.add(limit)
+                yield
+        except TimeoutError:
+            if self._draining:
+                raise ClosedError(SHUTTING_DOWN) from None
+            raise
+        finally:
+            self._limits.discard(limit)
+
     @abstractmethod
     def close(self) -> None:
         """Ends all engines."""
@@ -145,6 +161,8 @@ class Models(ABC):
     async def drain(self, seconds: float) -> None:
         """As ``EngineClient.drain``, of all engines."""
         self._draining = True
+        for limit in [each for each in self._limits if not each.expired()]:
+            limit.reschedule(0)
         await asyncio.gather(*(each.server.engine.drain(seconds) for each in self.loaded().values()))
 
 
@@ -323,9 +341,9 @@ class Library(Models):
 
     async def open(self, request: Request, name: str, keep_alive: float | None = None) -> Server:
         if self.draining:
-            raise ClosedError("the server is shutting down and accepts no new requests")
+            raise ClosedError(SHUTTING_DOWN)
         try:
-            async with asyncio.timeout(self.options.request_timeout):
+            async with self.limited(self.options.request_timeout):
                 async with self._door:
                     entry = self.entries.get(name) or await self._begin(name)
                     self._use(entry, keep_alive)
