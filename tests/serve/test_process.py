@@ -18,6 +18,10 @@ from warm import PROGRAM
 
 FAST_LOG = f"from forerun.serve import metrics; metrics.INTERVAL = 0.05; {PROGRAM}"
 KEY = {"Authorization": "Bearer s3cret"}
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\nContent-Length: 500\r\n"
+    b"Expect: 100-continue\r\n\r\n{"
+)
 
 
 @contextmanager
@@ -126,10 +130,16 @@ def answers(url, capsys):
 def test_who_asks_while_it_drains_is_reported(warm, model_folder):
     """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "2"]
-    with serving(warm, *options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
+    with (
+        serving(warm, *options) as (server, url),
+        httpx2.Client(base_url=url, headers=KEY, timeout=30) as known,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20) as half,
+    ):
         assert known.get("/health").status_code == 200
         texts = []
         reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
+        half.sendall(HALF)
+        assert half.recv(1000).startswith(b"HTTP/1.1 100 ")  # its body is waited for
         server.send_signal(signal.SIGTERM)
         signalled = monotonic()
         while known.get("/health").status_code == 200:
@@ -141,11 +151,13 @@ def test_who_asks_while_it_drains_is_reported(warm, model_folder):
             refused = post(f"{index}/v1/completions", json={"prompt": "x"}, headers=KEY)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
             assert refused.json()["error"]["code"] == "shutting_down"
+        assert half.recv(1000).startswith(b"HTTP/1.1 503 ")
         reader.join(30)
         assert "(it had 2 s)" in texts[0]
         assert texts[0].endswith("data: [DONE]\n\n")
         assert server.wait(30) in (0, -signal.SIGTERM)
         assert 1.9 < monotonic() - signalled < 20
+        assert "Traceback" not in server.stdout.read()
 
 
 SLOW = """

@@ -38,7 +38,7 @@ def create_app(engine: EngineClient | Models, options: ServerOptions | None = No
         models.close()
 
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Guard, options=options)
+    app.add_middleware(Guard, models=models)
     if options.allowed_origin:
         app.add_middleware(
             CORSMiddleware,

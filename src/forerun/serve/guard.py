@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.serve.errors import ApiError
-from forerun.serve.options import ServerOptions, checked_host, host_name, is_loopback
+from forerun.engine.client import ClosedError
+from forerun.serve.errors import ApiError, as_api_error
+from forerun.serve.models import Models
+from forerun.serve.options import checked_host, host_name, is_loopback
 
 OPEN = ("/", "/health", "/live", "/metrics")
 """Paths that need no key, like the playground's files under /page/."""
@@ -33,14 +34,14 @@ def _as_json(scope: Scope) -> Scope:
 
 
 class Guard:
-    """ASGI middleware. It reads bodies whole, within the limits of ``options``.
+    """ASGI middleware. It reads bodies whole, within the limits of the options.
 
     The Host header must have a loopback name or an ``allowed_host`` (None: any name). A browser sends the name of the
     page's URL: so a page whose name was made to resolve to this machine (DNS rebinding) is refused.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, models: Models) -> None:
+        self.app, self.models, options = app, models, models.options
         hosts = options.allowed_host
         self.hosts = None if hosts is None else frozenset(map(checked_host, hosts))
         self.key = options.api_key.encode() if options.api_key is not None else None
@@ -54,14 +55,14 @@ class Guard:
         try:
             self._check_host(scope)
             self._check_key(scope)
-            async with asyncio.timeout(self.body_timeout):
+            async with self.models.limited(self.body_timeout):
                 body = await self._read(scope, receive)
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {self.body_timeout:g} seconds")
             await error.response(scope["path"])(scope, receive, send)
             return
-        except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send)
+        except (ApiError, ClosedError) as error:
+            await as_api_error(error).response(scope["path"])(scope, receive, send)
             return
         scope = _as_json(scope)
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
