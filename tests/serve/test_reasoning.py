@@ -21,6 +21,7 @@ CHAT = "/v1/chat/completions"
 THINK, ANSWER = "def", "return"
 """Single tokens of the bundled tokenizer, which stand for the markers of a model that thinks."""
 CHOICES = ["yes", "no"]
+LISTED = "message.output_text.logprobs"
 DRAFTERS = [{"method": "draft_model", "num_speculative_tokens": 3}, {"method": "pattern"}]
 
 
@@ -133,6 +134,26 @@ def test_responses_have_an_item_of_thoughts(server, thinking):
     said = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
     (item,) = [item for item in events[-1]["response"]["output"] if item["type"] == "reasoning"]
     assert item["content"] == [{"type": "reasoning_text", "text": said}]
+
+
+def test_log_probabilities_of_a_response_are_its_texts(server, thinking):
+    bias = {str(one(thinking, ANSWER)): 8.0, str(one(thinking, THINK)): 9.0, str(thinking.tokenizer.eos_token_id): 4.0}
+    seen = set()
+    for seed in range(8):
+        body = {"input": "hi", "seed": seed, "max_output_tokens": 40, "logit_bias": bias, "include": [LISTED]}
+        whole = server.post("/v1/responses", body).json()
+        again = server.post("/v1/responses", {**body, "stream": True}).text
+        events = [json.loads(line[6:]) for line in again.splitlines() if line.startswith("data: ")]
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        said = [token for event in deltas for token in event["logprobs"]]
+        for answer in (whole, events[-1]["response"]):
+            kinds = {item["type"]: item["content"][0] for item in answer["output"]}
+            part = kinds.get("message", {"text": "", "logprobs": []})
+            assert said == part["logprobs"]
+            listed = "".join(token["token"] for token in said)
+            assert listed in (part["text"], part["text"] + thinking.tokenizer.eos_token)
+            seen |= {len(kinds), listed == part["text"]}
+    assert seen == {True, False, 2}
 
 
 def test_a_tokenizer_without_the_markers_is_refused(model_folder):

@@ -385,6 +385,8 @@ class ResponseReply(ChatReply):
         self._functions = request.functions
         self._call: ParsedCall | None = None
         """The latest one."""
+        self._text_start = 0
+        """Characters of the answer before the latest item's text."""
         self._numbers = count()
 
     # ------------------------------------------------------------------------------------------------ whole or streamed
@@ -405,7 +407,10 @@ class ResponseReply(ChatReply):
 
     def _choice_events(self, new: Choice) -> list[str]:
         events: list[str] = []
-        for piece in self.pieces(new):
+        pieces = self.pieces(new)
+        if not pieces and new.logprobs and self.output and self.output[-1].type == "message":
+            pieces = [Piece()]
+        for piece in pieces:
             events += self._text_events(piece, new) if piece.call is None else self._call_events(piece, piece.call)
         if new.finish is not None:
             if not self.output and not self.calls_only:
@@ -420,12 +425,14 @@ class ResponseReply(ChatReply):
         events: list[str] = []
         if not self.output or self.output[-1].type != ("reasoning" if piece.reasoning else "message"):
             events = self._open_text(piece.reasoning)
+            self._text_start = self.choices[0].text.rfind(piece.text)
         (part,) = self.output[-1].content  # type: ignore[union-attr]
         part.text += piece.text
         fields: dict[str, Any] = {"delta": piece.text}
         if isinstance(part, answers.OutputText):
-            fields["logprobs"] = [self._token(placed) for placed in new.logprobs]
+            fields["logprobs"] = [self._token(each) for each in new.logprobs if each.offset >= self._text_start]
             part.logprobs += fields["logprobs"]
+            new.logprobs = []
         return [*events, self._event_in_item(f"{part.type}.delta", content_index=0, **fields)]
 
     def _call_events(self, piece: Piece, call: ParsedCall) -> list[str]:
