@@ -74,6 +74,14 @@ def test_short_texts_do_not_wait_for_long_ones(service, first, second):
         release.set()
 
 
+def test_all_that_a_template_is_given_counts(service):
+    said = {"role": "assistant", "content": "b"}
+    for more in ({"messages": [{**said, "reasoning_content": LONG}]}, {"chat_template_kwargs": {"known": LONG}}):
+        long = service.long.tokenizer = Counting(service.long.tokenizer)
+        asyncio.run(service.encode_chat({**asked("a"), **more}))
+        assert long.characters
+
+
 def test_a_server_answers_while_a_long_text_is_held(served):
     release, begun = threading.Event(), threading.Event()
     with run_server(served) as server:

@@ -173,11 +173,11 @@ class TextService:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
-        size = sum(
-            len(message["content"]) + _json_length(message.get("tool_calls")) for message in conversation["messages"]
-        )
+        parts = [conversation["tools"], conversation.get("chat_template_kwargs")]
+        for name in ("content", "reasoning_content", "tool_calls"):
+            parts += [message.get(name) for message in conversation["messages"]]
         render = partial(render_chat, chat_template=self.own_template, **conversation)
-        return size + _json_length(conversation["tools"]), render
+        return sum(map(_length, parts)), render
 
     def _encode_chat(self, tokenizer: Any, render: Callable[..., str], counted: bool) -> list[int]:
         text = render(tokenizer)
@@ -278,9 +278,9 @@ def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:
     return encode(tokenizer, text, add_special_tokens=special, verbose=False)
 
 
-def _json_length(value: Any) -> int:
-    """Characters of calls or tools in a prompt."""
-    return len(json.dumps(value)) if value else 0
+def _length(value: Any) -> int:
+    """Characters of a text, or of calls, tools and the like in a prompt."""
+    return len(value if isinstance(value, str) else json.dumps(value)) if value else 0
 
 
 @dataclass(frozen=True, slots=True)
