@@ -157,6 +157,7 @@ def test_unknown_things(server):
     check(server.http.get("/v1/models/../../etc/passwd"), 404, "")
     check(server.http.get("/v1/nothing"), 404, "nothing at /v1/nothing")
     check(server.http.get("/page/..%2f..%2fapp"), 404, "nothing at")
+    check(server.post("/v1/responses/compact", {}), 404, "nothing at /v1/responses/compact")
     check(server.http.get(COMPLETIONS), 405, "does not take GET")
 
 

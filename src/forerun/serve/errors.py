@@ -177,12 +177,13 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = error.detail
-        if error.status_code == 404:
-            message = INSTEAD.get(request.url.path, f"there is nothing at {request.url.path}")
-        elif error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}"
-        response = ApiError(error.status_code, message).response(request.url.path)
+        path, message = request.url.path, error.detail
+        status = 404 if error.status_code == 405 and path.startswith("/v1/responses/") else error.status_code
+        if status == 404:
+            message = INSTEAD.get(path, f"there is nothing at {path}")
+        elif status == 405:
+            message = f"{path} does not take {request.method}"
+        response = ApiError(status, message).response(path)
         response.headers.update(error.headers or {})
         return response
 
