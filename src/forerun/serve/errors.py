@@ -183,7 +183,9 @@ def install(app: FastAPI) -> None:
             message = INSTEAD.get(path, f"there is nothing at {path}")
         elif status == 405:
             message = f"{path} does not take {request.method}"
-        response = ApiError(status, message).response(path)
+        elif status == 400:  # FastAPI's, of a body that is not even text
+            message = f"the body is not valid JSON: {str(error.__cause__).partition(':')[0]}"
+        response = ApiError(status, message, code="json_invalid" if status == 400 else None).response(path)
         response.headers.update(error.headers or {})
         return response
 
