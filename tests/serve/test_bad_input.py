@@ -6,17 +6,22 @@ import threading
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 from running import TEMPLATE, run_server
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
+from forerun.serve.responses import ResponseRequest
 from forerun.serve.run import open_socket
+from forerun.serve.schema import ChatRequest, CompletionRequest
+from forerun.serve.tokens import DetokenizeRequest
 from refusals import refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "def parse(", "max_tokens": 4}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+MANY = 5000
 
 WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
@@ -150,6 +155,20 @@ def test_wrong_bodies(server, path, body, param, message):
 def test_broken_json(server, content, message):
     response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     check(response, 400, message)
+
+
+@pytest.mark.parametrize(("kind", "given"), [
+    (CompletionRequest, {"prompt": [1, *[""] * MANY]}),
+    (CompletionRequest, {**GOOD, "logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
+    (CompletionRequest, {**GOOD, "speculative": dict.fromkeys(map(str, range(MANY)), 1)}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}] * MANY}]}),
+    (DetokenizeRequest, {"tokens": [""] * MANY}),
+    (ResponseRequest, {"input": "a", "include": [1] * MANY}),
+], ids=range(6))  # fmt: skip
+def test_only_the_first_of_many_errors_is_looked_for(kind, given):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(given)
+    assert caught.value.error_count() == 1
 
 
 def test_unknown_things(server):

@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     Tag,
@@ -90,6 +91,8 @@ Word = Annotated[str, Field(max_length=MAX_WORD)]
 VARIABLES = ("reasoning_effort", "enable_thinking")
 VARIABLE = "for templates that know it; others make no difference, which the header Forerun-Ignored says"
 KEEP_ALIVE, KWARGS = "keep_alive", "chat_template_kwargs"
+MAX_FIELDS = 4096
+"""Of one object: each may be an error."""
 MAX_NAMED = 32
 """Unknown fields of a request that are named."""
 NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
@@ -138,6 +141,8 @@ class Body(BaseModel):
     def _drop_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if any(isinstance(each, dict) and len(each) > MAX_FIELDS for each in (given, *given.values())):
+            raise ValueError(f"an object has more than {MAX_FIELDS} fields")
         optional = cls._optional()
         return cls._renamed({name: value for name, value in given.items() if value is not None or name not in optional})
 
@@ -145,6 +150,16 @@ class Body(BaseModel):
     def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Gives fields that have several names the name that they have here."""
         return given
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        parts: list[Any] = [schema]
+        for part in parts:
+            if isinstance(part, dict) and part.get("type") == "list":
+                part["fail_fast"] = True  # only the first error is told of, and a million take seconds
+            parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return schema
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
