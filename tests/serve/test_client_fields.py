@@ -191,6 +191,21 @@ def test_variables_that_a_template_does_not_have_are_named(server):
     assert answer.json()["error"]["message"] == "chat_template_kwargs: messages is no variable of a template"
 
 
+@pytest.mark.parametrize(("path", "field", "given"), [
+    (CHAT, "chat_template_kwargs", {"日" * 999: 1, **dict.fromkeys(map(str, range(2000)), 1)}),
+    (OLLAMA, "options", {"日" * 999: 1, **dict.fromkeys(map(str, range(2000)), 1), "num_predict": 3}),
+    (RESPONSES, "include", ["a" * 64, *map(str, range(2000))]),
+])  # fmt: skip
+def test_names_of_any_kind_and_number_fit_into_the_header(server, caplog, path, field, given):
+    for stream in (False, True):
+        answer = server.post(path, {**BODIES.get(path, THOUGHT.get(path)), field: given, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        names = answer.headers["forerun-ignored"].split(", ")
+        assert len(names[0]) == 64
+        assert names[1:] == [f"{field}.{index}" for index in range(31)]
+    assert len(caplog.records) <= 34
+
+
 def test_the_last_message_goes_on(thinking):
     begun = [*BODIES[CHAT]["messages"], {"role": "assistant", "content": "def parse("}]
     plain = thinking.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": "<user>hi\n<assistant>def parse("})

@@ -15,6 +15,7 @@ from forerun import SamplingParams
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.client import ClosedError, TimeLimitError
+from forerun.serve.answering import EventStream
 from forerun.serve.app import ServerOptions, create_app
 
 PROMPT = [5, 6, 7]
@@ -252,6 +253,16 @@ def test_hanging_up_frees_the_request(server, path, stream):
     else:
         with pytest.raises(httpx2.TimeoutException):
             server.post(path, body, timeout=0.3)
+    wait_idle(server)
+
+
+def test_a_stream_that_cannot_begin_frees_the_request(server, monkeypatch):
+    async def broken(self, send):
+        raise RuntimeError
+
+    monkeypatch.setattr(EventStream, "stream_response", broken)
+    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    assert server.post(COMPLETIONS, body, headers={"Connection": "close"}).status_code == 500
     wait_idle(server)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from forerun.core.errors import RequestError
 from forerun.serve import answers
 from forerun.serve.models import Models
-from forerun.serve.schema import KEEP_ALIVE, Asked
+from forerun.serve.schema import KEEP_ALIVE, MAX_NAMED, Asked, in_header
 from forerun.serve.server import Server
 from forerun.serve.stream import Reply
 
@@ -25,7 +25,8 @@ MOST_IGNORED = 1000
 
 
 def naming(ignored: list[str], server: Server, request: Request) -> dict[str, str]:
-    """Returns the header that names ignored fields. The log names each once."""
+    """Returns the header that names ignored fields, if they are many the first ones. The log names each once."""
+    ignored = list(dict.fromkeys(map(in_header, ignored[:MOST_IGNORED])))[:MAX_NAMED]
     for name in ignored:
         if name not in server.ignored and len(server.ignored) < MOST_IGNORED:
             log.warning("%s of %s is ignored: it makes no difference here", name, request.url.path)
@@ -47,9 +48,7 @@ async def answer(
     ignored = body.ignored(lambda name: (name == KEEP_ALIVE and models.several) or server.text.has_variable(name))
     headers = naming(ignored, server, request)
     if body.stream:
-        return EventStream(
-            reply.events(), headers={"Cache-Control": "no-cache", **headers}, media_type=reply.media_type
-        )
+        return EventStream(reply, headers)
     whole = await unless_gone(request, reply.collect())
     whole.headers.update(headers)
     return whole
@@ -58,13 +57,20 @@ async def answer(
 class EventStream(StreamingResponse):
     """Sends the end of the response along with its last event, so that the client is woken once."""
 
-    def __init__(self, events: AsyncIterator[tuple[str, bool]], **options: Any) -> None:
-        super().__init__((), **options)
-        self.events = events
+    def __init__(self, reply: Reply, headers: dict[str, str]) -> None:
+        super().__init__((), headers={"Cache-Control": "no-cache", **headers}, media_type=reply.media_type)
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # also where the events have not begun
+            for stream in self.reply.streams:
+                stream.abort()
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event, last in self.events:
+        async for event, last in self.reply.events():
             await send({"type": "http.response.body", "body": event.encode(), "more_body": not last})
 
 

@@ -150,9 +150,9 @@ class CountRequest(Asked):
 
     def unknown(self) -> Iterator[str]:
         yield from (f"tools.{tool.type}" for tool in self.tools or () if tool.type != "custom")
-        functions = self.functions
+        named = {f"tools.{name}" for tool in self.functions for name in tool.unknown()}
         for name in super().unknown():
-            if not name.startswith("tools.") or any(name[6:] in tool.unknown() for tool in functions):
+            if not name.startswith("tools.") or name in named:
                 yield name
 
     def ignored(self, known: Callable[[str], bool]) -> list[str]:

@@ -337,7 +337,7 @@ class ResponseRequest(Sampled):
         spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
         names += ["tools.namespace.description" for space in spaces if space.description]
         names += [f"include.{name}" for name in self.include or () if name != LOGPROBS]
-        return list(dict.fromkeys([*names, *super().ignored(known)]))
+        return [*names, *super().ignored(known)]
 
     def chat(self, before: list[Any]) -> ResponseAsChat:
         """Returns the request as one for a chat that continues the items ``before``. Raises ApiError."""

@@ -94,13 +94,13 @@ KEEP_ALIVE, KWARGS = "keep_alive", "chat_template_kwargs"
 MAX_FIELDS = 4096
 """Of one object: each may be an error."""
 MAX_NAMED = 32
-"""Unknown fields of a request that are named."""
+"""Ignored fields of a request that are named."""
 NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
 
 
 def in_header(name: str) -> str:
     """Returns a field's name as a header may hold it."""
-    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64]
+    return re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)
 
 
 class Body(BaseModel):
@@ -120,12 +120,12 @@ class Body(BaseModel):
                     yield from (f"{name}.{inner}" for inner in each.unknown())
 
     def ignored(self, known: Callable[[str], bool]) -> list[str]:
-        """Returns the fields that ask for something and change nothing; the answer's headers name them.
+        """Returns the fields that ask for something and change nothing; the answer's headers name the first ones.
 
         Args:
             known: says whether the chat template has a variable of this name.
         """
-        return list(dict.fromkeys(map(in_header, self.unknown())))[:MAX_NAMED]
+        return list(dict.fromkeys(self.unknown()))
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -677,7 +677,7 @@ class ChatRequest(Generation):
         names = [name for name in (*VARIABLES, "verbosity") if getattr(self, name) is not None]
         names = [name for name in names if name == "verbosity" or not known(name)]
         variables = [f"{KWARGS}.{name}" for name in self.chat_template_kwargs or () if not known(name)]
-        return [*names, *map(in_header, variables[:MAX_NAMED]), *super().ignored(known)]
+        return [*names, *variables, *super().ignored(known)]
 
     def field_of(self, param: str | None) -> str | None:
         return "messages" if param == "prompt" else super().field_of(param)

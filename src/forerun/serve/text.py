@@ -203,9 +203,13 @@ class TextService:
 
     def has_variable(self, name: str) -> bool:
         """Whether the chat template mentions ``name``."""
+        return name in self._names
+
+    @cached_property
+    def _names(self) -> set[str]:
         template = self.chat_template or ""
         texts = [template] if isinstance(template, str) else template.values()
-        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return {name for text in texts for name in re.findall(r"\w+", text)}
 
     def special_markers(self, *, tools: bool) -> dict[str, int]:
         """Returns the ids of markers of reasoning and, with ``tools``, of calls that are special tokens here. Texts
