@@ -15,7 +15,7 @@ from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import in_process
-from forerun.serve.responses import ResponseReply, ResponseStore
+from forerun.serve.responses import InputMessage, ResponseReply, ResponseStore
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 KINDS = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
@@ -194,6 +194,10 @@ def test_as_many_are_kept_as_there_is_room_for(server):
     assert store.size == 3 * probe.size
     store.delete(f"resp_{4:032}")
     assert store.size == 2 * probe.size
+    odd = InputMessage.model_validate({"role": "user", "content": "hi", "unknown": ["x" * 10_000]})
+    store.put(made, [odd])
+    (kept,) = [each for each in store.items_up_to(made.id) if each.role == "user"]
+    assert (kept.content, kept.model_extra) == ("hi", {})
     nothing = ResponseStore(0)
     nothing.put(made, items)
     assert (nothing.size, len(nothing._stored)) == (0, 0)

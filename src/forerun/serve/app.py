@@ -82,13 +82,11 @@ def _generation_routes(app: FastAPI, models: Models) -> None:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         return await answer(models, request, body, Server.response)
 
-    @app.get(
-        "/v1/responses/{id}", responses=responses(*BODY, answer=answers.Response), response_model_exclude_unset=True
-    )
-    async def stored(id: str, request: Request) -> answers.Response:
+    @app.get("/v1/responses/{id}", response_model=None, responses=responses(*BODY, answer=answers.Response))
+    async def stored(id: str, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise ApiError(400, "a stored response does not stream: remove stream", param="stream")
-        return models.stored.get(id)
+        return Response(models.stored.get(id), media_type="application/json")
 
     @app.delete("/v1/responses/{id}", responses=responses(404, answer=answers.DeletedResponse))
     async def deleted(id: str) -> answers.DeletedResponse:

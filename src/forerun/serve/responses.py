@@ -6,7 +6,6 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -560,36 +559,29 @@ class ResponseReply(ChatReply):
         )
 
 
-@dataclass(frozen=True)
-class StoredResponse:
-    answer: answers.Response
-    items: list[Any]
-    """Of the conversation, up to the end of the answer."""
-    size: int
-
-
 class ResponseStore:
     """The latest responses that fit into ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        """Answers, and the items of their conversations up to their ends: JSON, as objects may take far more memory."""
 
     def put(self, answer: answers.Response, before: list[Any]) -> None:
         """Keeps an answer to the items ``before``; the oldest ones go if there is no space."""
         items = [*before, *INPUT_ITEMS.validate_python([item.model_dump(exclude_unset=True) for item in answer.output])]
-        size = len(answer.model_dump_json()) + len(INPUT_ITEMS.dump_json(items))
-        self._stored[answer.id] = StoredResponse(answer, items, size)
-        self.size += size
+        new = answer.model_dump_json(exclude_unset=True).encode(), INPUT_ITEMS.dump_json(items)
+        self._stored[answer.id] = new
+        self.size += sum(map(len, new))
         while self.size > self.limit:
-            self.size -= self._stored.popitem(last=False)[1].size
+            self.size -= sum(map(len, self._stored.popitem(last=False)[1]))
 
-    def get(self, id: str) -> answers.Response:
-        """Raises ApiError if there is none."""
+    def get(self, id: str) -> bytes:
+        """Returns an answer as JSON. Raises ApiError if there is none."""
         if id not in self._stored:
             raise ApiError(404, _missing(id), code="response_not_found")
-        return self._stored[id].answer
+        return self._stored[id][0]
 
     def items_up_to(self, id: str | None) -> list[Any]:
         """Returns the items of a conversation up to the end of a response. Raises ApiError if there is none."""
@@ -598,12 +590,12 @@ class ResponseStore:
         if id not in self._stored:
             param = "previous_response_id"
             raise ApiError(400, f"{param}: {_missing(id)}", param=param, code="previous_response_not_found")
-        return self._stored[id].items
+        return INPUT_ITEMS.validate_json(self._stored[id][1])
 
     def delete(self, id: str) -> None:
         """Raises ApiError if there is none."""
         self.get(id)
-        self.size -= self._stored.pop(id).size
+        self.size -= sum(map(len, self._stored.pop(id)))
 
 
 def _missing(id: str) -> str:
