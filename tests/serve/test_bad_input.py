@@ -18,7 +18,7 @@ from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.tokens import DetokenizeRequest
 from refusals import refused
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD = {"prompt": "def parse(", "max_tokens": 4}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 MANY = 5000
@@ -119,6 +119,36 @@ WRONG = [
     ("/detokenize", {"tokens": [70000]}, "tokens", "outside the tokenizer's 4096"),
     ("/tokenize", {}, None, "only one of them"),
 ]  # fmt: skip
+
+
+LONE, DEEP = b'"\\ud800"', b"[" * 300 + b"]" * 300
+UNREPEATABLE = [
+    (RESPONSES, b'"input":"a","metadata":{"a":%s}', "metadata.a"),
+    (RESPONSES, b'"input":"a","user":%s', "user"),
+    (RESPONSES, b'"input":"a","tool_choice":"none","tools":[{"type":"function","name":"f","parameters":{"x":%s}}]',
+     "tools.0.parameters"),
+    (RESPONSES, b'"input":[{"role":"user","content":"a"},{"type":"reasoning","summary":[%s]}]', "input.1.summary"),
+    (RESPONSES, b'"input":[{"role":"user","content":"a","odd":%s}]', "input.0.odd"),
+    ("/apply-template", b'"tools":[{"type":"function","function":{"description":%s}}]', "tools.0.function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (LONE, "half a surrogate pair"), (DEEP, "nested too deeply"), (b"NaN", "finite"), (b"-Infinity", "finite"),
+], ids=["half", "deep", "nan", "infinity"])  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "param"), UNREPEATABLE, ids=[str(i) for i in range(len(UNREPEATABLE))])
+def test_json_that_no_answer_could_repeat(server, path, body, param, value, message):
+    content = b"{%s}" % (body % value)
+    answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    check(answer, 400, message)
+    assert f"{answer.json()['error']['param']}.".startswith(f"{param}.")
+
+
+def test_json_in_other_encodings_is_read(server):
+    for encoding in ("utf-8-sig", "utf-16"):
+        content = json.dumps({**GOOD, "user": "\U0001f642"}, ensure_ascii=False).encode(encoding)
+        answer = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200, answer.text
 
 
 def check(response, status, message, param=None):

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from starlette.middleware.cors import CORSMiddleware
 
@@ -37,7 +37,10 @@ def create_app(engine: EngineClient | Models, options: ServerOptions | None = No
         yield
         models.close()
 
-    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
+        dependencies=[Depends(errors.check_json)],
+    )  # fmt: skip
     app.add_middleware(Guard, models=models)
     if options.allowed_origin:
         app.add_middleware(

@@ -3,19 +3,22 @@ of another API under that one's paths."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from forerun.core.errors import ContextLengthError, ForerunError
 from forerun.engine.client import ClosedError, QueueFullError, TimeLimitError
-from forerun.serve.schema import SYNONYMS
+from forerun.serve.schema import MAX_FIELDS, SYNONYMS
 
 log = logging.getLogger("forerun")
 M = TypeVar("M", bound=BaseModel)
@@ -133,6 +136,36 @@ def _invalid(error: RequestValidationError, content_type: str | None) -> ApiErro
         return ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
     message = "must be an object" if kind in NOT_AN_OBJECT else first["msg"]
     return _about(name, message, kind)
+
+
+FAULTS = {"hex escape": "half a surrogate pair is no text", "recursion": "it is nested too deeply"}
+"""What is wrong by words in pydantic's errors; otherwise it is NaN or infinity."""
+
+
+def _fault(value: Any, text: bytes | None = None) -> str | None:
+    """Returns why answers could not repeat a value, or its ``text``, that is JSON for Python."""
+    try:
+        from_json(json.dumps(value) if text is None else text, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        return next((fault for words, fault in FAULTS.items() if words in str(error)), "numbers must be finite")
+    return None
+
+
+def _find_fault(part: Any, path: tuple[str, ...] = ()) -> tuple[str, str] | None:
+    """Returns the path of the first part with a fault, up to three names, and the fault."""
+    parts = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for name, value in islice(parts, MAX_FIELDS) if len(path) < 3 else ():
+        if fault := _fault({name: value}):
+            here = (*path, str(name))
+            return _find_fault(value, here) or (".".join(here), fault)
+    return None
+
+
+async def check_json(request: Request) -> None:
+    """Raises ApiError, which names the field, for a body with half a surrogate pair, NaN or 200 lists in each other."""
+    body = vars(request).get("_json")
+    if body is not None and _fault(None, await request.body()) and (found := _find_fault(body)):
+        raise _about(*found, "json_invalid")
 
 
 def converted(model: type[M], given: Mapping[str, Any], field_of: Callable[[str], str | None]) -> M:

@@ -31,19 +31,7 @@ from pydantic_core import CoreSchema
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import COLDEST, STEEPEST, BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
 
-
-def _check_encodable(text: Any) -> Any:
-    """Refuses half a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    if isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the text has half a surrogate pair") from None
-    return text
-
-
-Encodable = BeforeValidator(_check_encodable)
-Text = Annotated[str, Encodable, Tag("text")]
+Text = Annotated[str, Tag("text")]
 
 
 def _to_integer(value: Any) -> Any:
@@ -176,7 +164,7 @@ class Body(BaseModel):
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
-CallId = Annotated[str, Field(min_length=1, max_length=256), Encodable]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Function(Body):
@@ -233,7 +221,7 @@ ToolChoice = Annotated[ToolMode | Annotated[Chosen, Tag("object")], TOOL_CHOICES
 
 
 class GivenFunction(Body):
-    name: Annotated[str, Field(min_length=1), Encodable]
+    name: Annotated[str, Field(min_length=1)]
     arguments: Text = Field(description="a JSON object, as text; another text is shown to the model as it is")
 
 
@@ -278,7 +266,7 @@ class Message(Body):
     provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
     reasoning_content: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")
     content: Content = Field(description="an assistant's may be null or left out")
-    name: Annotated[str, Field(max_length=256), Encodable] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -348,8 +336,8 @@ SESSION = "requests with the same value go to the same replica; makes no other d
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Regex = Annotated[str, Field(max_length=65536), Encodable]
-StopText = Annotated[str, Field(min_length=1, max_length=1024), Encodable, Tag("text")]
+Regex = Annotated[str, Field(max_length=65536)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), Tag("text")]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")]
 Stop = Annotated[StopText | StopTexts, one_of("a text or a list of texts")]
 Prompt = Annotated[
