@@ -21,7 +21,7 @@ from refusals import refused
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD = {"prompt": "def parse(", "max_tokens": 4}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
-MANY = 5000
+MANY, VAGUE = 5000, 'start: a a a\na: b b b b\nb: c c c c | \nc: d* d* | b?\nd: "x"* | "y"?'
 
 WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
@@ -104,6 +104,7 @@ WRONG = [
     (COMPLETIONS, {**GOOD, "guided_choice": ["y" * 65536]}, None, "exceed max_grammar_bytes 65536"),
     (COMPLETIONS, {**GOOD, "guided_json": {"const": "y" * 65536}}, None, "exceed max_grammar_bytes 65536"),
     (COMPLETIONS, {**GOOD, "guided_grammar": "start: r\n" + "r: x\n" * 1000}, None, "more than 1000 rules"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 300, "min_tokens": 300, "guided_grammar": VAGUE}, None, "max is 1000"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "Input should be"),
     (CHAT, {"messages": ["hi"]}, "messages.0", "must be an object"),

@@ -28,7 +28,7 @@ LONG = re.compile(r"\d{16}")
 """Found in every integer beyond 2^53, which float64 may not hold."""
 MOST_ITEMS = 10_000
 """Parser items of one step, during which all requests wait. Ambiguous grammars take up to 0.01 s with it (0.7 s with
-llguidance's default of 50,000); schemas of sixty alternatives need a tenth of it."""
+llguidance's default of 50,000); schemas of sixty alternatives need a tenth of it, which is the most in a row."""
 MOST_RULES = 1000
 """Rules of a Lark or GBNF grammar. llguidance follows rules recursively, and 4,000 in a row overflow the stack."""
 LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
@@ -400,8 +400,9 @@ class GrammarCompiler:
         except ValueError as error:
             raise RequestError(f"structured output, {kind}: {_first_line(str(error))}") from None
         limits = library.LLParserLimits(
-            step_max_items=MOST_ITEMS, max_grammar_size=cost.symbols, max_lexer_states=cost.states
-        )
+            step_max_items=MOST_ITEMS, max_items_in_row=MOST_ITEMS // 10, max_grammar_size=cost.symbols,
+            max_lexer_states=cost.states,
+        )  # fmt: skip
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         for _ in range(2):  # copies share the lexer: the first one may have used up its states
             _, broken = permitted(matcher.deep_copy(), self.ends)
