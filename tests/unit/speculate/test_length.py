@@ -292,6 +292,16 @@ def test_guessed_and_kept_prices_are_soon_corrected(kept):
     assert prices.verify(table, 3, 1) == pytest.approx(1.3, rel=0.02)
 
 
+def test_plain_rounds_behind_a_jump_of_the_machine_say_little():
+    prices = Prices({"m": [0, 1, 2]})
+    table = prices.at(1)
+    for level in (*[1.0] * 8, 1.5):
+        prices.observe(table, 1, 3, 1.3, 0, warm=False)
+        for _ in range(2):
+            prices.observe(table, 1, 1, level, 0, warm=True)
+    assert prices.verify(table, 3, 1) == pytest.approx(1.3, rel=0.1)
+
+
 def test_a_curve_never_falls_and_goes_on_beyond_its_ends():
     curve = Curve({1: 1.0, 2: 1.4, 4: 1.2, 8: 2.0})
     assert [curve(n) for n in (1, 2, 4, 8)] == [1.0, 1.2, 1.2, 2.0]
