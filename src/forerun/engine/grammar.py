@@ -28,7 +28,7 @@ LONG = re.compile(r"\d{16}")
 """Found in every integer beyond 2^53, which float64 may not hold."""
 MOST_ITEMS = 10_000
 """Parser items of one step, during which all requests wait. Ambiguous grammars take up to 0.01 s with it (0.7 s with
-llguidance's default of 50,000); schemas of sixty alternatives need a tenth of it, which is the most in a row."""
+llguidance's default of 50,000); schemas of sixty alternatives need a tenth of it. One row may have a tenth of it."""
 MOST_RULES = 1000
 """Rules of a Lark or GBNF grammar. llguidance follows rules recursively, and 4,000 in a row overflow the stack."""
 LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
