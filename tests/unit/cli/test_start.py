@@ -151,8 +151,9 @@ def test_a_key_of_another_rule_is_still_named(capsys):
         ("--version >&-", 0, ""),
     ],
 )
-def test_standard_streams_may_be_closed(command, code, printed):
-    done = subprocess.run(f"{sys.executable} -m forerun {command}", shell=True, capture_output=True, text=True)
+def test_standard_streams_may_be_closed_and_the_width_unknown(command, code, printed):
+    command = f"COLUMNS=0 {sys.executable} -m forerun {command}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert printed in done.stdout + done.stderr
 
@@ -160,7 +161,7 @@ def test_standard_streams_may_be_closed(command, code, printed):
 @pytest.mark.parametrize("name", ["~nosuch/x", "circle"])
 def test_a_cache_folder_that_cannot_be(tmp_path, name):
     (tmp_path / "circle").symlink_to("circle")
-    around = {**os.environ, "FORERUN_CACHE": name, "COLUMNS": "0"}
+    around = {**os.environ, "FORERUN_CACHE": name}
     done = subprocess.run(
         [sys.executable, "-m", "forerun", "ls"], cwd=tmp_path, env=around, capture_output=True, text=True
     )

@@ -91,6 +91,7 @@ def test_a_finished_request_leaves_nothing(drafting):
 
 def test_mistakes(drafting, llm):
     params = SamplingParams(max_tokens=8)
+    refused(RequestError, "is not loaded", drafting.engine.add, [5], params, method=["suffix"])
     refused(RequestError, "outside the vocabulary", drafting.generate, {"prompt": "a", "prediction": [10**6]}, params)
     refused(RequestError, "a prompt is a string", drafting.generate, {"prompt": "a", "prediction": 3.5}, params)
 
