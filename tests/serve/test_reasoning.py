@@ -1,6 +1,7 @@
 """Thoughts before an answer: grammars that begin behind them, and texts told apart, whole and in pieces."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -108,7 +109,8 @@ def test_an_answer_and_its_thoughts_come_apart(server, thinking, stream):
         }  # fmt: skip
         prompt = server.post("/tokenize", {"messages": body["messages"]}).json()["tokens"]
         rest = {name: body[name] for name in ("seed", "max_tokens", "structured_outputs", "logit_bias")}
-        text = server.post("/v1/completions", {"prompt": prompt, **rest}).json()["choices"][0]["text"]
+        raw = server.post("/v1/completions", {"prompt": prompt, "logprobs": 0, **rest}).json()["choices"][0]
+        text, tokens = raw["text"], raw["logprobs"]["tokens"]
         answer = server.post(CHAT, body)
         if stream:
             events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -117,6 +119,9 @@ def test_an_answer_and_its_thoughts_come_apart(server, thinking, stream):
         else:
             message = answer.json()["choices"][0]["message"]
             thoughts, content = message["reasoning_content"] or "", message["content"] or ""
+            ends = tokens.index(ANSWER) + 1 if ANSWER in tokens else len(tokens)
+            details = answer.json()["usage"]["completion_tokens_details"]
+            assert details == {"reasoning_tokens": ends if tokens[0] == THINK else 0}
         begun, marker, after = text.removeprefix(THINK).partition(ANSWER)
         assert (thoughts, content) == ((begun, after) if text.startswith(THINK) else ("", text))
         seen += bool(marker)
@@ -128,6 +133,7 @@ def test_responses_have_an_item_of_thoughts(server, thinking):
     body = {"input": "hi", "seed": 3, "max_output_tokens": 40, "logit_bias": bias}
     answer = server.post("/v1/responses", body).json()
     assert [item["type"] for item in answer["output"]][:1] == ["reasoning"]
+    assert 1 < answer["usage"]["output_tokens_details"]["reasoning_tokens"] <= answer["usage"]["output_tokens"]
     again = server.post("/v1/responses", {**body, "previous_response_id": answer["id"], "stream": True})
     assert again.status_code == 200
     events = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: ")]
@@ -154,6 +160,32 @@ def test_log_probabilities_of_a_response_are_its_texts(server, thinking):
             assert listed in (part["text"], part["text"] + thinking.tokenizer.eos_token)
             seen |= {len(kinds), listed == part["text"]}
     assert seen == {True, False, 2}
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        ("<|channel|>analysis<|message|>so it is<|end|><|start|>assistant<|channel|>final<|message|>yes", "<|end|>"),
+        ("<|channel|>analysis<|message|>so it is<|end|><|start|>assistant<|channel|>commentary to=f", "<|end|>"),
+        ("<|channel|>analysis<|message|>so it", "it"),
+        ("<|channel|>final<|message|>yes", None),
+        ("", None),
+    ],
+)
+def test_the_thoughts_of_gpt_oss_end_with_their_message(answer, count):
+    words = re.findall(r"<\|\w+\|>|\w+|\W", answer)
+
+    class Words:
+        """A tokenizer of words and markers."""
+
+        @staticmethod
+        def encode(text, add_special_tokens):
+            return re.findall(r"<\|\w+\|>|\w+|\W", text)
+
+        decode = "".join
+
+    expected = 0 if count is None else words.index(count) + 1
+    assert Boundary(Words, "openai_gptoss").num_thoughts(["<|start|>", "assistant"], words) == expected
 
 
 def test_a_tokenizer_without_the_markers_is_refused(model_folder):

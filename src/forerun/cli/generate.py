@@ -267,7 +267,6 @@ def search_params(
     """The options of a beam search; ``n`` is the number of beams to return. Raises ConfigError for sampling options."""
     given = dict(sampling)
     shown = given.pop("n", None)
-    given.pop("seed", None)
     for name in given:
         if name not in BEAM_OPTIONS:
             raise ConfigError(f"beam search does not sample: remove --{name.replace('_', '-')} or --beams")

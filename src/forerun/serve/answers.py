@@ -52,10 +52,9 @@ class PromptDetails(Answer):
 
 
 class CompletionDetails(Answer):
-    """Tokens that were looked up in the prediction and the text so far."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int = sometimes("with --reasoning-parser; markers count")
+    accepted_prediction_tokens: int = sometimes("if the request had a prediction, of its tokens and the text so far")
+    rejected_prediction_tokens: int = sometimes("if the request had a prediction, of its tokens and the text so far")
 
 
 class Usage(Answer):
@@ -63,7 +62,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails = sometimes("if the request had a prediction")
+    completion_tokens_details: CompletionDetails = sometimes("once an answer with any of them has ended")
 
 
 class SpeculativeMetrics(Answer):

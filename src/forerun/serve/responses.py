@@ -554,7 +554,7 @@ class ResponseReply(ChatReply):
                 cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0
             ),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=answers.OutputDetails(reasoning_tokens=0),
+            output_tokens_details=answers.OutputDetails(reasoning_tokens=self._details().get("reasoning_tokens", 0)),
             total_tokens=usage.total_tokens,
         )
 

@@ -303,14 +303,18 @@ class Reply(ABC):
             total_tokens=prompt + completion,
             prompt_tokens_details=answers.PromptDetails(cached_tokens=cached),
         )
-        if self.predicted:
-            each = [job.metrics for stream in self.streams for job in stream.jobs]
-            accepted = sum(metrics.num_accepted_prediction_tokens for metrics in each)
-            usage.completion_tokens_details = answers.CompletionDetails(
-                accepted_prediction_tokens=accepted,
-                rejected_prediction_tokens=sum(metrics.num_prediction_tokens for metrics in each) - accepted,
-            )
+        if details := self._details():
+            usage.completion_tokens_details = answers.CompletionDetails(**details)
         return usage
+
+    def _details(self) -> dict[str, int]:
+        """Counts of some of the emitted tokens."""
+        if not self.predicted:
+            return {}
+        each = [job.metrics for stream in self.streams for job in stream.jobs]
+        accepted = sum(metrics.num_accepted_prediction_tokens for metrics in each)
+        looked_up = sum(metrics.num_prediction_tokens for metrics in each)
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": looked_up - accepted}
 
     def metrics(self) -> answers.Metrics:
         counts = RequestMetrics.merged([job.metrics for stream in self.streams for job in stream.jobs]).as_dict()
@@ -441,6 +445,14 @@ class ChatReply(Reply):
         if self.of_prompt is not None and isinstance(answer, answers.Chat):
             answer.prompt_logprobs = self._prompt_logprobs(self.streams[0])
         return answer
+
+    def _details(self) -> dict[str, int]:
+        details, boundary = super()._details(), self.text.boundary
+        if boundary is not None and all(choice.finish is not None for choice in self.choices):
+            jobs = [job for stream in self.streams for job in stream.jobs]
+            thoughts = [boundary.num_thoughts(job.sequence.prompt, job.output_ids) for job in jobs]
+            details["reasoning_tokens"] = sum(thoughts)
+        return details
 
     def pieces(self, choice: Choice) -> list[Piece]:
         parser = self._parsers[choice.index]

@@ -253,6 +253,7 @@ def test_the_command_shows_every_beam(tiny_target, tiny_draft, plain, capsys):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--beams", "2", "--top-p", "0.5"], "beam search does not sample: remove --top-p or --beams"),
     (["--beams", "2", "--logprobs", "1"], "beam search does not sample: remove --logprobs or --beams"),
+    (["--beams", "2", "--seed", "3"], "beam search does not sample: remove --seed or --beams"),
     (["--beams", "2", "--trace"], "beam search has no trace"),
     (["--beams", "2", "--early-stopping", "soon"], "--early-stopping is true, false or never, not 'soon'"),
     (["--length-penalty", "2"], "--length-penalty and --early-stopping need --beams"),

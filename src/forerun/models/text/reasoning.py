@@ -12,12 +12,14 @@ from forerun.core.errors import ConfigError
 @dataclass(frozen=True)
 class Markers:
     """``start`` begins the reasoning and ``end`` ends it. ``opened``: an answer begins with reasoning even without
-    ``start``. ``label`` follows ``start`` and is not part of the reasoning."""
+    ``start``. ``label`` follows ``start`` and is not part of the reasoning. ``message_end`` ends the reasoning before
+    ``end`` begins the answer, if the two are apart."""
 
     start: str
     end: str
     opened: bool = False
     label: str = ""
+    message_end: str = ""
 
 
 HARMONY = "openai_gptoss"
@@ -27,7 +29,9 @@ PARSERS = {
     "glm45": Markers("<think>", "</think>"),
     "mistral": Markers("[THINK]", "[/THINK]"),
     "gemma4": Markers("<|channel>", "<channel|>", label="thought\n"),
-    HARMONY: Markers("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", opened=True),
+    HARMONY: Markers(
+        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", opened=True, message_end="<|end|>"
+    ),
 }
 
 
@@ -44,8 +48,9 @@ class Boundary:
     def __init__(self, tokenizer: Any, name: str) -> None:
         check_parser(name)
         self.markers = PARSERS[name]
-        self.start, self.end = (
-            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.markers.start, self.markers.end)
+        texts = self.markers.start, self.markers.end, self.markers.message_end
+        self.start, self.end, self.message_end = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts
         )
         self._decode = tokenizer.decode
         longest = 3 if name == HARMONY else 1
@@ -69,9 +74,20 @@ class Boundary:
                 break
         return True if self.markers.opened else None
 
+    def num_thoughts(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """How many tokens of an answer to ``prompt`` are reasoning, markers included."""
+        begun = tuple(answer[: len(self.start)]) == self.start
+        if not begun and (self.markers.message_end or not self.opened(prompt)):
+            return 0
+        return _end_of(self.message_end or self.end, answer) or len(answer)
+
     def ends_at(self, tokens: Sequence[int], first: int = 0) -> int | None:
         """The number of tokens up to the end of the first end marker that ends at ``first`` or later, or None."""
-        for last in range(first, len(tokens)):
-            if tuple(tokens[max(0, last + 1 - len(self.end)) : last + 1]) == self.end:
-                return last + 1
-        return None
+        return _end_of(self.end, tokens, first)
+
+
+def _end_of(marker: tuple[int, ...], tokens: Sequence[int], first: int = 0) -> int | None:
+    for last in range(first, len(tokens)):
+        if tuple(tokens[max(0, last + 1 - len(marker)) : last + 1]) == marker:
+            return last + 1
+    return None
