@@ -163,7 +163,13 @@ def test_other_lengths_and_more_requests_need_no_other_kernel(target, tmp_path, 
     assert len({name for name, *_ in known}) >= 7
 
 
-@pytest.mark.parametrize("method", [*ON_DEVICE, "dflash of all parts"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle", "dflash of all parts",  # a chain step by step, and a block
+        *(pytest.param(method, marks=pytest.mark.full) for method in ("draft_model", "mtp", "dflash")),
+    ],
+)  # fmt: skip
 def test_sampling_options(target, prompts, tmp_path, on_gpu, method):
     sets = [[(prompts[1][-2:], each) for each in chosen] for chosen in (ON_THE_GPU, ON_THE_HOST)]
     plain = engine(target)
