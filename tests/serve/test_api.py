@@ -289,14 +289,14 @@ def test_structured_output(client, method, temperature):
 
 
 @pytest.mark.parametrize("extra", [
-    {"structured_outputs": {"choice": ["red", "green"]}},
-    {"guided_choice": ["red", "green"]},
-    {"guided_regex": "red|green"},
-    {"guided_grammar": 'start: "red" | "green"'},
-    {"structured_outputs": {"regex": "(red|green)"}},
+    {"choice": ["red", "green"]},
+    {"regex": "(red|green)"},
+    {"grammar": 'start: "red" | "green"'},
 ])  # fmt: skip
 def test_vllms_keys_for_structured_output(client, extra):
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, seed=1, extra_body=extra)
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=10, seed=1, extra_body={"structured_outputs": extra}
+    )
     assert answer.choices[0].text in ("red", "green")
     assert answer.choices[0].finish_reason == "stop"
 

@@ -23,6 +23,11 @@ GOOD = {"prompt": "def parse(", "max_tokens": 4}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 MANY, VAGUE = 5000, 'start: a a a\na: b b b b\nb: c c c c | \nc: d* d* | b?\nd: "x"* | "y"?'
 
+
+def shaped(**outputs):
+    return {**GOOD, "structured_outputs": outputs}
+
+
 WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
     (COMPLETIONS, {**GOOD, "n_predict": 3, "max_tokens": 3}, None, "n_predict and max_tokens are the same"),
@@ -39,7 +44,10 @@ WRONG = [
     (COMPLETIONS, {**GOOD, "stop": ["a", ""]}, "stop.1", "at least 1 character"),
     (COMPLETIONS, {**GOOD, "stop": [1]}, "stop", "a text or a list of texts"),
     (COMPLETIONS, {**GOOD, "bad_words": ["a", ""]}, "bad_words.1", "at least 1 character"),
-    (COMPLETIONS, {**GOOD, "guided_json": 3}, "guided_json", "an object or a text"),
+    (COMPLETIONS, {**GOOD, "guided_json": {}}, None, "guided_json is not supported: send structured_outputs"),
+    (COMPLETIONS, {**GOOD, "guided_grammar": "start: r"}, None, "send structured_outputs"),
+    (CHAT, {**HI, "guided_regex": "a"}, None, "guided_regex is not supported: send structured_outputs"),
+    (CHAT, {**HI, "guided_choice": []}, None, "send structured_outputs"),
     (COMPLETIONS, {**GOOD, "structured_outputs": {"json": 3}}, "structured_outputs.json", "an object or a text"),
     (COMPLETIONS, {**GOOD, "speculative": 3}, "speculative", "must be an object"),
     (
@@ -94,17 +102,16 @@ WRONG = [
     (COMPLETIONS, {**GOOD, "structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     (COMPLETIONS, {**GOOD, "structured_outputs": {}}, None, "exactly one of"),
     (COMPLETIONS, {**GOOD, "structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of"),
-    (COMPLETIONS, {**GOOD, "guided_regex": "a", "guided_choice": ["b"]}, None, "exactly one of"),
-    (COMPLETIONS, {**GOOD, "guided_regex": "a", "response_format": {"type": "json_object"}}, None, "remove all but"),
-    (COMPLETIONS, {**GOOD, "guided_json": {"type": "nonsense"}}, "guided_json", "Invalid type: nonsense"),
-    (COMPLETIONS, {**GOOD, "guided_json": {"type": "object", "not": {}}}, None, 'Unimplemented keys: ["not"]'),
-    (COMPLETIONS, {**GOOD, "guided_json": {"$ref": "file:///etc/passwd"}}, None, "not present in a registry"),
-    (COMPLETIONS, {**GOOD, "guided_json": {"enum": []}}, None, "Unsatisfiable"),
-    (COMPLETIONS, {**GOOD, "guided_choice": ["yes"], "bad_words": ["yes", "y", "ye"]}, None, "no token"),
-    (COMPLETIONS, {**GOOD, "guided_choice": ["y" * 65536]}, None, "exceed max_grammar_bytes 65536"),
-    (COMPLETIONS, {**GOOD, "guided_json": {"const": "y" * 65536}}, None, "exceed max_grammar_bytes 65536"),
-    (COMPLETIONS, {**GOOD, "guided_grammar": "start: r\n" + "r: x\n" * 1000}, None, "more than 1000 rules"),
-    (COMPLETIONS, {**GOOD, "max_tokens": 300, "min_tokens": 300, "guided_grammar": VAGUE}, None, "max is 1000"),
+    (COMPLETIONS, {**shaped(regex="a"), "response_format": {"type": "json_object"}}, None, "remove one"),
+    (COMPLETIONS, shaped(json={"type": "nonsense"}), "structured_outputs", "Invalid type: nonsense"),
+    (COMPLETIONS, shaped(json={"type": "object", "not": {}}), None, 'Unimplemented keys: ["not"]'),
+    (COMPLETIONS, shaped(json={"$ref": "file:///etc/passwd"}), None, "not present in a registry"),
+    (COMPLETIONS, shaped(json={"enum": []}), None, "Unsatisfiable"),
+    (COMPLETIONS, {**shaped(choice=["yes"]), "bad_words": ["yes", "y", "ye"]}, None, "no token"),
+    (COMPLETIONS, shaped(choice=["y" * 65536]), None, "exceed max_grammar_bytes 65536"),
+    (COMPLETIONS, shaped(json={"const": "y" * 65536}), None, "exceed max_grammar_bytes 65536"),
+    (COMPLETIONS, shaped(grammar="start: r\n" + "r: x\n" * 1000), None, "more than 1000 rules"),
+    (COMPLETIONS, {**shaped(grammar=VAGUE), "max_tokens": 300, "min_tokens": 300}, None, "max is 1000"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "Input should be"),
     (CHAT, {"messages": ["hi"]}, "messages.0", "must be an object"),
@@ -178,7 +185,7 @@ def test_wrong_bodies(server, path, body, param, message):
     (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
     (b'{"prompt": "a", "bad_words": ["\xed\xa0\x80"]}', "half a surrogate pair"),
     (b'{"prompt": "a", "\\udfff": 1}', ""),
-    (b'{"prompt": "a", "guided_json": {"const": "\\ud800"}}', ""),
+    (b'{"prompt": "a", "structured_outputs": {"json": {"const": "\\ud800"}}}', ""),
     (b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}", ""),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
     (b'{"prompt": "\xff\xfe"}', "the body is not valid JSON: 'utf-8' codec can't decode byte 0xff"),

@@ -52,7 +52,7 @@ def joined(pieces):
 
 
 def test_offsets_count_the_characters_of_an_echoed_prompt(server):
-    body = {"prompt": WIDE, "echo": True, "logprobs": 2, "max_tokens": 1, "guided_choice": ["z"]}
+    body = {"prompt": WIDE, "echo": True, "logprobs": 2, "max_tokens": 1, "structured_outputs": {"choice": ["z"]}}
     answer = server.post(COMPLETIONS, body).json()["choices"][0]
     assert answer["text"] == WIDE + "z"
     listed = answer["logprobs"]
@@ -68,7 +68,8 @@ def test_offsets_count_the_characters_of_an_echoed_prompt(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_and_names_of_an_answer(server, stream):
-    body = {"prompt": "x = ", "logprobs": 3, "max_tokens": 60, "seed": 1, "guided_choice": ["日本🙂 ŝelf naïve"]}
+    chosen = {"choice": ["日本🙂 ŝelf naïve"]}
+    body = {"prompt": "x = ", "logprobs": 3, "max_tokens": 60, "seed": 1, "structured_outputs": chosen}
     if stream:
         pieces = streamed(server, COMPLETIONS, body)
         text, listed = "".join(piece["text"] for piece in pieces), joined(pieces)

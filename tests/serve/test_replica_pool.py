@@ -275,7 +275,7 @@ def test_errors_are_the_requests(asked):
         ({"prompt": [4096]}, "prompt"),
         ({"prompt": [1] * 600}, "prompt"),
         ({"speculative": {"method": "table"}}, "speculative.method"),
-        ({"guided_regex": "("}, "guided_regex"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ):
         status, answer = asyncio.run(ask(**body))
         assert (status, answer["error"]["param"]) == (400, param), answer

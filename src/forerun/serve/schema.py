@@ -326,8 +326,8 @@ SAMPLED = {
     "repetition_penalty", "logit_bias", "bad_words",
 }  # fmt: skip
 """Options of sampling that beam search does not have, beside temperature and structured output."""
-GUIDED = ("json", "regex", "choice", "grammar")
-"""The fields ``guided_*``, vLLM's older names of structured output."""
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Fields that vLLM had before ``structured_outputs``. They are refused: unknown ones would be ignored."""
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
@@ -466,10 +466,6 @@ class Generation(Sampled):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: ObjectOrText | None = None
-    guided_regex: Regex | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
     cache_prompt: bool | None = Field(None, description="accepted; a kept prefix is always used and changes no token")
     prompt_logprobs: Int | None = Field(
@@ -479,6 +475,9 @@ class Generation(Sampled):
 
     @classmethod
     def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in GUIDED:
+            if given.get(name) is not None:
+                raise ValueError(f"{name} is not supported: send structured_outputs")
         for name, ours in SYNONYMS.items():
             if name in given and ours in given:
                 raise ValueError(f"{name} and {ours} are the same: give one of them")
@@ -514,24 +513,21 @@ class Generation(Sampled):
     @property
     def shape_field(self) -> str | None:
         """The field that asks for structured output."""
-        names = ["response_format", "structured_outputs", *(f"guided_{kind}" for kind in GUIDED)]
+        names = ("response_format", "structured_outputs")
         return next((name for name in names if getattr(self, name) is not None), None)
 
     def structured(self) -> StructuredOutputsParams | None:
-        """Returns the structured output that is requested. Raises ConfigError if that is done in several fields."""
-        sources: list[dict[str, Any]] = []
-        format = self.response_format
+        """Returns the structured output that is requested. Raises ConfigError if that is done in both fields."""
+        format, wanted = self.response_format, self.structured_outputs
         if format is not None and format.type != "text":
-            wrapper = format.json_schema
-            sources.append({"json_object": True} if wrapper is None else {"json": wrapper.schema_})
-        if self.structured_outputs is not None:
-            sources.append(self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
-        guided = {kind: value for kind in GUIDED if (value := getattr(self, f"guided_{kind}")) is not None}
-        if guided:
-            sources.append(guided)
-        if len(sources) > 1:
-            raise ConfigError("response_format, structured_outputs and guided_* conflict: remove all but one")
-        return StructuredOutputsParams(**sources[0]) if sources else None
+            if wanted is not None:
+                raise ConfigError("response_format and structured_outputs conflict: remove one")
+            if format.json_schema is None:
+                return StructuredOutputsParams(json_object=True)
+            return StructuredOutputsParams(json=format.json_schema.schema_)
+        if wanted is not None:
+            return StructuredOutputsParams(**wanted.model_dump(by_alias=True, exclude_none=True))
+        return None
 
     def beam_search(self, max_tokens: int | None) -> BeamSearchParams:
         """Returns the engine's options for beam search. Raises ConfigError for those of sampling."""

@@ -128,7 +128,7 @@ def tool_grammar(
     """
     requested = body.structured()
     if requested is not None and (body.response_format is None or body.response_format.type == "text"):
-        raise ConfigError("structured_outputs and guided_* exclude tools: send response_format, or tool_choice 'none'")
+        raise ConfigError("structured_outputs excludes tools: send response_format, or tool_choice 'none'")
     free = not body.must_call
     if free and requested is None:
         return None
