@@ -35,6 +35,12 @@ class TokenLogprobs:
         """Returns the same with at most ``count`` of the likeliest tokens."""
         return self if len(self.top) <= count else replace(self, top=dict(islice(self.top.items(), count)))
 
+    def ranked(self) -> dict[int, tuple[float, int]]:
+        """Returns log-probabilities and ranks by token: its own first, then those of the likeliest."""
+        own = {self.token: (self.logprob, self.rank)}
+        likeliest = {token: (value, rank) for rank, (token, value) in enumerate(self.top.items(), start=1)}
+        return own | likeliest | own  # its own rank: tokens that are as likely share one
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -54,11 +60,10 @@ def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[in
     detokenizer = Detokenizer(tokenizer, before, skip_special_tokens=False)
     result = []
     for item, text in zip(items, detokenizer.spell([item.token for item in items], last=True)):
-        own = {item.token: Logprob(item.logprob, item.rank, text)}
-        for rank, (token, value) in enumerate(item.top.items(), start=1):
-            if token != item.token:
-                own[token] = Logprob(value, rank, token_text(tokenizer, token))
-        result.append(own)
+        result.append({
+            token: Logprob(value, rank, text if token == item.token else token_text(tokenizer, token))
+            for token, (value, rank) in item.ranked().items()
+        })  # fmt: skip
     return result
 
 

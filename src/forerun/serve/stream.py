@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.core.errors import ForerunError
 from forerun.engine.client import Delta, Stream
-from forerun.engine.jobs import finite
+from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
 from forerun.serve import answers
@@ -173,21 +173,16 @@ class Reply(ABC):
 
     def _prompt_logprobs(self, stream: Stream) -> answers.PromptLogprobs:
         """Those of a prompt's tokens: each token's own first, then the likeliest tokens'."""
-        result: answers.PromptLogprobs = []
-        for item in stream.jobs[0].prompt_logprobs or ():
-            if item is None:
-                result.append(None)
-                continue
-            top = enumerate(item.with_top(self.of_prompt or 0).top.items(), start=1)
-            ranked = {token: (value, rank) for rank, (token, value) in top if token != item.token}
-            ranked = {item.token: (item.logprob, item.rank), **ranked}
-            result.append({
-                token: answers.PromptLogprob(
-                    logprob=finite(value), rank=rank, decoded_token=self.text.token_text(token)[0]
-                )
-                for token, (value, rank) in ranked.items()
-            })  # fmt: skip
-        return result
+        return [None if item is None else self._listed(item) for item in stream.jobs[0].prompt_logprobs or ()]
+
+    def _listed(self, item: TokenLogprobs) -> dict[int, answers.PromptLogprob]:
+        ranked = item.with_top(self.of_prompt or 0).ranked()
+        return {
+            token: answers.PromptLogprob(
+                logprob=finite(value), rank=rank, decoded_token=self.text.token_text(token)[0]
+            )
+            for token, (value, rank) in ranked.items()
+        }  # fmt: skip
 
     async def collect(self) -> answers.Answer:
         """Returns the whole answer. Raises ApiError or ForerunError if it failed."""
