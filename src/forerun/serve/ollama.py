@@ -121,7 +121,7 @@ class OllamaAsked(Asked):
 
 
 class OllamaAsCompletion(CompletionRequest):
-    must_fit: ClassVar[bool] = False
+    limit_field: ClassVar[str | None] = None
 
 
 class OllamaFunction(Body):

@@ -7,7 +7,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, model_validator
 
@@ -47,6 +47,8 @@ REPEATED = (
     "prompt_cache_key", "safety_identifier", "store", "temperature", "top_p", "user",
 )  # fmt: skip
 """Fields of a request that its answer repeats."""
+FIELDS = {"messages": "input", "prompt": "input", "response_format": "text.format"}
+"""What a chat's fields are called here."""
 
 
 class ContentPart(Body):
@@ -241,15 +243,9 @@ class ResponseStreamOptions(Body):
 
 
 class ResponseAsChat(ChatRequest):
-    """A request for a response as one for a chat. Its errors name the response's fields."""
+    """A request for a response as one for a chat."""
 
-    @property
-    def limit_field(self) -> str:
-        return "max_output_tokens"
-
-    @property
-    def shape_field(self) -> str | None:
-        return "text.format"
+    limit_field: ClassVar[str | None] = "max_output_tokens"
 
 
 class ResponseRequest(Sampled):
@@ -321,8 +317,9 @@ class ResponseRequest(Sampled):
         return list(self.input)
 
     def field_of(self, param: str | None) -> str | None:
-        if param is not None and param.partition(".")[0] in ("messages", "prompt"):
-            return "input"
+        begins = (param or "").partition(".")[0]
+        if begins in FIELDS:
+            return FIELDS[begins]
         field = super().field_of(param)
         return field and field.replace(".function.", ".")
 

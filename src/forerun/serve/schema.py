@@ -456,8 +456,8 @@ SYNONYMS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 class Generation(Sampled):
     """The fields that chat and completions share."""
 
-    must_fit: ClassVar[bool] = True
-    """Whether a limit beyond the context is refused. Otherwise the answer ends where the context does."""
+    limit_field: ClassVar[str | None] = "max_tokens"
+    """The field of a limit that is refused beyond the context; None: the answer ends where the context does."""
     max_tokens: Int | None = Field(None, ge=1)
     n: Int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
     use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")
@@ -504,11 +504,6 @@ class Generation(Sampled):
     def session(self) -> str | None:
         """A name that requests share which are best answered by the same replica."""
         return self.user
-
-    @property
-    def limit_field(self) -> str:
-        """The field that limits the answer's length."""
-        return "max_tokens"
 
     @property
     def shape_field(self) -> str | None:
@@ -678,4 +673,4 @@ class ChatRequest(Generation):
 class OpenEndedChat(ChatRequest):
     """A chat of another API. Its answer may end where the context does."""
 
-    must_fit: ClassVar[bool] = False
+    limit_field: ClassVar[str | None] = None

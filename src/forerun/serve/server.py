@@ -69,7 +69,7 @@ class Server:
         facts = self.engine.facts
         for prompt in prompts:
             computed = len(prompt if facts.longest_source is None else facts.start)  # an encoder's source takes no room
-            if limit is not None and body.must_fit and computed + limit > self.max_model_len:
+            if limit is not None and body.limit_field is not None and computed + limit > self.max_model_len:
                 raise ApiError(
                     400,
                     f"the prompt has {computed} tokens and {body.limit_field} is {limit}: together more than this "
