@@ -83,7 +83,7 @@ class ChatSession:
             return False
         reply = self.commands.run(line)
         if reply.text:
-            self.report(reply.text)
+            self.note(reply.text, style="")
         if reply.ask:
             self.answer(before)
         return reply.end
@@ -121,12 +121,8 @@ class ChatSession:
         """A view for the next answer."""
         return TraceView(out()) if self.conversation.trace else PlainView(sys.stdout)
 
-    def report(self, text: str) -> None:
-        """Shows a command's reply."""
-        print(text, file=sys.stderr)
-
-    def note(self, text: str) -> None:
-        """Shows the line under an answer."""
+    def note(self, text: str, style: str = "dim") -> None:
+        """Shows what is no answer: a command's reply, or the line under an answer."""
         print(text, file=sys.stderr)
 
     def report_error(self, error: ForerunError) -> None:
@@ -187,11 +183,8 @@ class Terminal(ChatSession):
         key = [marked(kind, look.meaning, plain=plain) for kind, look in KINDS.items() if kind != REJECTED]
         self.console.print(Text("  ").join(key))
 
-    def report(self, text: str) -> None:
-        self.console.print(Text(wrapped(text, self.console.width)), soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        self.console.print(Text(wrapped(text, self.console.width), style="dim"), soft_wrap=True)
+    def note(self, text: str, style: str = "dim") -> None:
+        self.console.print(Text(wrapped(text, self.console.width), style=style), soft_wrap=True)
 
     def report_error(self, error: ForerunError) -> None:
         print(f"error: {one_line(error)}", file=sys.stderr)
