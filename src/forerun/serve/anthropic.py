@@ -359,8 +359,8 @@ class AnthropicReply(ChatReply):
     id_prefix = "msg_"
     parsed = True
 
-    def __init__(self, *arguments: Any, most: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, most: int) -> None:
+        super().__init__(*arguments)
         self.most = most
         self.content: list[Any] = []
         self.arguments = ""

@@ -52,25 +52,23 @@ async def reply(server: Server, body: InfillRequest, request_id: str) -> InfillR
     truncated = bool(files) and len(prompt) > room
     if truncated:
         prompt = await server.text.fill(hole, room)
-    prompt_only = body.max_tokens == 0
-    params = body.sampling(logprobs=None, max_tokens=1 if prompt_only else body.max_tokens, prompt_logprobs=None)
+    params = body.sampling(logprobs=None, max_tokens=body.max_tokens, prompt_logprobs=None)
     if not isinstance(params, SamplingParams):
         raise ConfigError("beam search does not fill in the middle: remove use_beam_search")
     params = ending(params, body.stop_at, body.input_prefix + body.prompt, server.text.fill_ends)
     if body.n_indent:
         params = params.clone(min_indent=max(body.n_indent, params.min_indent or 0))
     streams = await server.submit([prompt], params, body, body.max_tokens)
-    return InfillReply(server, streams, body, request_id, prompt_only=prompt_only, truncated=truncated)
+    return InfillReply(server, streams, body, request_id, truncated=truncated)
 
 
 class InfillReply(CompletionReply):
     id_prefix = ""
 
     def __init__(
-        self, server: Server, streams: Sequence[Stream], body: InfillRequest, request_id: str, *,
-        prompt_only: bool, truncated: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(server, streams, body, request_id, False, echo=None, prompt_only=prompt_only)
+        self, server: Server, streams: Sequence[Stream], body: InfillRequest, request_id: str, *, truncated: bool
+    ) -> None:
+        super().__init__(server, streams, body, request_id)
         self.truncated = truncated
         self.fields = body.response_fields
 

@@ -371,10 +371,8 @@ class ResponseReply(ChatReply):
     id_prefix = "resp_"
     parsed = True
 
-    def __init__(
-        self, *arguments: Any, request: ResponseRequest, keep: Callable[[answers.Response], None], **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, request: ResponseRequest, keep: Callable[[answers.Response], None]) -> None:
+        super().__init__(*arguments)
         self.request = request
         self.keep = keep
         self.output: list[answers.OutputItem] = []

@@ -506,6 +506,11 @@ class Generation(Sampled):
         return self.user
 
     @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is only read: the engine makes a token all the same, which is no part of the answer."""
+        return self.max_tokens == 0
+
+    @property
     def shape_field(self) -> str | None:
         """The field that asks for structured output."""
         names = ("response_format", "structured_outputs")
@@ -544,6 +549,7 @@ class Generation(Sampled):
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> Params:
         """Returns the engine's options. Raises ConfigError for a combination that makes no sense."""
+        max_tokens = 1 if self.prompt_only else max_tokens
         if self.use_beam_search:
             if logprobs is not None or prompt_logprobs is not None:
                 raise ConfigError("beam search does not return log-probabilities: remove logprobs or use_beam_search")

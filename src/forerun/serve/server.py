@@ -97,13 +97,12 @@ class Server:
         self, body: CompletionRequest, request_id: str, reply: type[CompletionReply] = CompletionReply
     ) -> Reply:
         body.settle(self.defaults)
-        prompt_only = body.max_tokens == 0
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "streaming does not support echo with logprobs: remove one", param="echo")
-        if prompt_only and not body.echo:
+        if body.prompt_only and not body.echo:
             message = "max_tokens is 0: ask for a token, or for the prompt alone with echo: true"
             raise ApiError(400, message, param="max_tokens")
-        if prompt_only and body.min_tokens:
+        if body.prompt_only and body.min_tokens:
             raise ApiError(400, f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens")
         given: Any = body.prompt
         if isinstance(given, str) or isinstance(given[0], int):
@@ -115,7 +114,7 @@ class Server:
         counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
         params = body.sampling(
             logprobs=body.logprobs,
-            max_tokens=1 if prompt_only else body.max_tokens,
+            max_tokens=body.max_tokens,
             prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
         if isinstance(params, SamplingParams) and isinstance(body.prompt, str):
@@ -123,8 +122,7 @@ class Server:
         echo = await self._echo(body, prompts, given) if body.echo else None
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         streams = await self.submit(prompts, params, body, limit)
-        logprobs = body.logprobs is not None
-        return reply(self, streams, body, request_id, logprobs, echo=echo, prompt_only=prompt_only)
+        return reply(self, streams, body, request_id, echo=echo)
 
     async def _prompt(self, body: CompletionRequest, given: Any) -> list[int]:
         if not isinstance(given, str):
@@ -166,7 +164,7 @@ class Server:
                 skip_special_tokens=params.skip_special_tokens and not special,
             )
         streams = await self.submit([ids], params, body, limit)
-        return reply(self, streams, body, request_id, body.logprobs, prompt=ids, **options)
+        return reply(self, streams, body, request_id, **options)
 
     async def response(self, body: ResponseRequest, request_id: str) -> Reply:
         """A chat completion in another form."""

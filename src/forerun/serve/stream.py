@@ -91,18 +91,17 @@ class Reply(ABC):
     parsed = False
     """Whether a parser reads the text before it is sent."""
 
-    def __init__(
-        self, server: Server, streams: Sequence[Stream], body: Generation, request_id: str, logprobs: bool
-    ) -> None:
+    def __init__(self, server: Server, streams: Sequence[Stream], body: Generation, request_id: str) -> None:
         self.streams = streams
         self.text = server.text
-        self.logprobs = logprobs
         options, sequence = body.stream_options, streams[0].jobs[0].sequence
+        self.logprobs = sequence.params.logprobs is not None
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
         self.predicted = body.prediction is not None
         self.of_prompt = body.prompt_logprobs
+        self.prompt_only = body.prompt_only
         facts = server.engine.facts
         self.identity = facts.identity
         self.method = sequence.drafter
@@ -341,16 +340,15 @@ class Echo:
 
 
 class CompletionReply(Reply):
-    """``echo`` are the prompts, if the answers repeat them. With ``prompt_only`` the answer is nothing else: the one
-    token that the engine makes when it reads a prompt is dropped."""
+    """``echo`` are the prompts, if the answers repeat them. Where nothing else is asked for, the one token that the
+    engine makes when it reads a prompt is dropped."""
 
     answer_model, answer_object = answers.Completion, "text_completion"
     chunk_model, chunk_object = answers.CompletionChunk, "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, *arguments: Any, echo: Sequence[Echo] | None, prompt_only: bool) -> None:
+    def __init__(self, *arguments: Any, echo: Sequence[Echo] | None = None) -> None:
         super().__init__(*arguments)
-        self.prompt_only = prompt_only
         self.echo = echo
 
     def _echo(self, choice: Choice) -> Echo:
@@ -402,17 +400,14 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """``prompt`` are the tokens of the conversation, by which the answers are parsed."""
-
     answer_model, answer_object = answers.Chat, "chat.completion"
     chunk_model, chunk_object = answers.ChatChunk, "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(
-        self, server: Server, streams: Sequence[Stream], body: ChatRequest, *arguments: Any, prompt: Sequence[int]
-    ) -> None:
-        super().__init__(server, streams, body, *arguments)
+    def __init__(self, server: Server, streams: Sequence[Stream], body: ChatRequest, request_id: str) -> None:
+        super().__init__(server, streams, body, request_id)
         self.calls_only = body.must_call
+        prompt = streams[0].jobs[0].sequence.prompt
         self._parsers = [self.text.answer_parser(prompt, body) for _ in self.choices]
         self.parsed = self.parsed or self._parsers[0] is not None
 
