@@ -196,6 +196,10 @@ def _tool_kind(tool: Any) -> str | None:
     return kind if kind is None or kind in ("function", "namespace") else "other"
 
 
+PlainTool = Annotated[ResponseTool, Tag("function")] | Annotated[OtherTool, Tag("other")]
+TOOL_KINDS = one_of("a tool with a type", _tool_kind)
+
+
 class NamespaceTool(Body):
     """Functions of one MCP server or plugin. The model knows each as ``NAMESPACE__FUNCTION``; its calls have both
     names apart."""
@@ -203,24 +207,14 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: FunctionName
     description: Text | None = Field(None, description=NAMED)
-    tools: list[
-        Annotated[
-            Annotated[ResponseTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-            one_of("a tool with a type", _tool_kind),
-        ]
-    ] = Field(max_length=MAX_TOOLS)
+    tools: list[Annotated[PlainTool, TOOL_KINDS]] = Field(max_length=MAX_TOOLS)
 
     def answered(self) -> dict[str, Any]:
         functions = [tool.answered() for tool in self.tools if isinstance(tool, ResponseTool)]
         return {"type": self.type, "name": self.name, "description": self.description or "", "tools": functions}
 
 
-AnyTool = Annotated[
-    Annotated[ResponseTool, Tag("function")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
-    one_of("a tool with a type", _tool_kind),
-]
+AnyTool = Annotated[PlainTool | Annotated[NamespaceTool, Tag("namespace")], TOOL_KINDS]
 
 
 def qualified(namespace: str | None, name: str) -> str:
