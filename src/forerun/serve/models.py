@@ -298,10 +298,7 @@ class Library(Models):
         raise ApiError(404, message, param="model", code="model_not_found")
 
     async def listed(self) -> list[Listed]:
-        return [
-            Listed(name=each.name, size=each.size, modified=each.path.stat().st_mtime, quantization=_kind(each))
-            for each in (await self.stored_models()).values()
-        ]
+        return [_listed(each) for each in (await self.stored_models()).values()]
 
     async def facts(self, name: str) -> Facts:
         model = (await self.stored_models()).get(name)
@@ -317,9 +314,7 @@ class Library(Models):
         config = opened.config
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         return Facts(
-            name=model.name, size=model.size, modified=model.path.stat().st_mtime,
-            architecture=(config.architectures or [config.model_type])[0],
-            quantization=_kind(model),
+            **vars(_listed(model, (config.architectures or [config.model_type])[0])),
             max_model_len=self.engine.get("max_model_len") or context or 0,
             chat_template=getattr(tokenizer, "chat_template", None), fills=Infill(tokenizer).usable,
             thinks="reasoning_parser" in self.engine, sampling=opened.sampling,
@@ -504,9 +499,12 @@ def memory_of(given: str | None, device: str | None) -> float:
     return inf if spare is None else spare if on_gpu else 1.6 * spare  # of main memory that is half
 
 
-def _kind(model: StoredModel) -> str:
-    """The quantization of a GGUF file, or the kind of files."""
-    return model.format.rpartition(" ")[2]
+def _listed(model: StoredModel, architecture: str = "") -> Listed:
+    quantization = model.format.rpartition(" ")[2]  # or the kind of files
+    modified = model.path.stat().st_mtime
+    return Listed(
+        name=model.name, size=model.size, modified=modified, quantization=quantization, architecture=architecture
+    )
 
 
 def not_loaded(name: str, error: ForerunError) -> ApiError:
