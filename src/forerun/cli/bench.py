@@ -233,16 +233,14 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
         write(["left out", "because"], list(result["left_out"].items()))
 
 
-def fitting(
-    shown: Sequence[str], same: Container[str], cells: Sequence[Mapping[str, str]], width: int = WIDTH
-) -> list[list[str]]:
-    """The columns of tables that fit ``width``: each has the settings that differ, and as many figures as fit."""
+def fitting(shown: Sequence[str], same: Container[str], cells: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """The columns of tables that fit a terminal: each has the settings that differ, and as many figures as fit."""
     sizes = {key: 2 + max(len(COLUMNS[key]), *(len(texts[key]) for texts in cells)) for key in shown}
     settings = [key for key in shown if key in SETTINGS and key not in same]
     parts = [settings]
     for key in shown:
         if key not in SETTINGS:
-            if sum(sizes[each] for each in [*parts[-1], key]) > width + 2 and parts[-1] != settings:
+            if sum(sizes[each] for each in [*parts[-1], key]) > WIDTH + 2 and parts[-1] != settings:
                 parts.append(settings)
             parts[-1] = [*parts[-1], key]
     return parts

@@ -30,8 +30,6 @@ def make_prompts(
     kind: str, tokenizer: Any, *, count: int, length: int, seed: int = 0, file: Path | None = None
 ) -> list[list[int]]:
     """``count`` prompts of at most ``length`` tokens each. With ``file``, its non-empty lines. Raises ConfigError."""
-    if count < 1 or length < 1:
-        raise ConfigError(f"prompts need a count and a length of at least 1, not {count} and {length}")
     if file is not None:
         return _from_file(file, tokenizer, count, length)
     if kind not in SETS:

@@ -353,9 +353,9 @@ ESCAPED = {
 class Reader:
     """Reads values from a text, from left to right: strings in quotes, numbers, constants, lists and objects."""
 
-    def __init__(self, text: str, position: int = 0) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
-        self.position = position
+        self.position = 0
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Moves behind white space and ``pattern``, if that comes next."""
