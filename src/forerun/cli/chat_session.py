@@ -56,6 +56,7 @@ class ChatSession:
         self.llm = llm
         self.conversation = conversation
         self.template = template
+        self.console = out()
         self.commands = ChatCommands(conversation, facts)
 
     def run(self) -> None:
@@ -119,7 +120,7 @@ class ChatSession:
 
     def view(self) -> View:
         """A view for the next answer."""
-        return TraceView(out()) if self.conversation.trace else PlainView(sys.stdout)
+        return TraceView(self.console) if self.conversation.trace else PlainView(sys.stdout)
 
     def note(self, text: str, style: str = "dim") -> None:
         """Shows what is no answer: a command's reply, or the line under an answer."""
@@ -136,10 +137,6 @@ class ChatSession:
 
 class Terminal(ChatSession):
     """A session with line editing, Markdown and colours. Ctrl-C stops the answer, not the program."""
-
-    def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
-        super().__init__(llm, conversation, template, facts)
-        self.console: Console = out()
 
     def begin(self) -> None:
         self.note(table(self.commands.facts))
