@@ -223,9 +223,6 @@ class Reply(ABC):
         except (ApiError, ForerunError) as error:
             self.failed = True
             last += self._error_events(as_api_error(error))
-        finally:
-            for stream in self.streams:
-                stream.abort()
         yield last, True
 
     def _opening_events(self) -> list[str]:

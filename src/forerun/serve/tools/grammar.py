@@ -127,7 +127,7 @@ def tool_grammar(
         RequestError: a schema cannot be written in this format.
     """
     requested = body.structured()
-    if requested is not None and (body.response_format is None or body.response_format.type == "text"):
+    if body.structured_outputs is not None:
         raise ConfigError("structured_outputs excludes tools: send response_format, or tool_choice 'none'")
     free = not body.must_call
     if free and requested is None:
