@@ -14,6 +14,7 @@ from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, model_line, out, print_json, read_input, set_threads, warn, write_file
 from forerun.cli.options import (
     ANSWERING,
+    GREEDY,
     SAMPLING,
     SPECULATIVE,
     AsJson,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from forerun.engine.outputs import CompletionOutput, RequestOutput
 
 
-DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
 METRICS = (
     "tokens_per_second",
     "rounds",
@@ -117,7 +117,7 @@ def request_params(
         return search_params(beams, length_penalty, early_stopping, sampling)
     if length_penalty is not None or early_stopping is not None:
         raise ConfigError("--length-penalty and --early-stopping need --beams")
-    return SamplingParams(**{**DEFAULTS, **sampling})
+    return SamplingParams(**{**GREEDY, **sampling})
 
 
 def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
@@ -274,7 +274,7 @@ def search_params(
         raise ConfigError(f"--early-stopping is true, false or never, not {early_stopping!r}")
     return BeamSearchParams(
         beams,
-        given.pop("max_tokens", 128),
+        given.pop("max_tokens", GREEDY["max_tokens"]),
         length_penalty=1.0 if length_penalty is None else length_penalty,
         early_stopping=EARLY[early_stopping or "false"],
         num_return_sequences=shown,

@@ -141,10 +141,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     watch_loading()
     try:
         return int(app(args=arguments, prog_name="forerun", standalone_mode=False) or 0)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ForerunError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
         message = one_line(error)
     except typer.TyperException as error:
         message = one_line(error.format_message()) + advice(error)
