@@ -202,13 +202,11 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']}: drafter failed, decoding continued without it: {row['draft_error']}")
-    mode = "invariant" if about["invariant"] else "not invariant"
     repeated = about["prompt_repetition_rate"]
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
     print()
     for text in (
-        f"{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
-        f"{about['processor']}",
+        f"{_ran(about)}, {about['processor']}",
         f"{about['prompts']} {about['prompt_set']} prompts of {_lengths(about)} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
         f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}",
@@ -244,6 +242,12 @@ def fitting(shown: Sequence[str], same: Container[str], cells: Sequence[Mapping[
                 parts.append(settings)
             parts[-1] = [*parts[-1], key]
     return parts
+
+
+def _ran(about: Mapping[str, Any]) -> str:
+    """The model and how it ran."""
+    mode = "invariant" if about["invariant"] else "not invariant"
+    return f"{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s)"
 
 
 def _lengths(about: Mapping[str, Any]) -> str:
@@ -333,11 +337,7 @@ def show_checks(result: Mapping[str, Any], write: TableWriter = print_table) -> 
     if result["left_out"]:
         print()
         write(["left out", "because"], list(result["left_out"].items()))
-    mode = "invariant" if about["invariant"] else "not invariant"
-    print(
-        f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s)\n"
-        f"{outcome(result)}"
-    )
+    print(f"\n{_ran(about)}\n{outcome(result)}")
 
 
 def outcome(result: Mapping[str, Any]) -> str:
