@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, ContextLengthError, RequestError
 from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
 from forerun.models.text.infill import Hole, ending
@@ -70,13 +70,8 @@ class Server:
         for prompt in prompts:
             computed = len(prompt if facts.longest_source is None else facts.start)  # an encoder's source takes no room
             if limit is not None and body.limit_field is not None and computed + limit > self.max_model_len:
-                raise ApiError(
-                    400,
-                    f"the prompt has {computed} tokens and {body.limit_field} is {limit}: together more than this "
-                    f"model's {self.max_model_len}",
-                    param=body.limit_field,
-                    code="context_length_exceeded",
-                )
+                message = f"the prompt has {computed} tokens and {body.limit_field} is {limit}: together more than"
+                raise ContextLengthError(f"{message} this model's {self.max_model_len}", param=body.limit_field)
         requested = params.grammar if isinstance(params, SamplingParams) else None
         if requested is not None:
             # A schema may take a second to compile: not in the engine's thread.
