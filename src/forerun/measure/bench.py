@@ -212,9 +212,9 @@ def acceptance_by_position(histogram: Sequence[int]) -> list[float] | None:
 
 def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurrency: int) -> dict[str, Any]:
     """Acceptance and costs over all repeats, and the speed-up that theory predicts from them."""
-    rounds = [r for m in result for r in m.rounds]
-    total = Measured(metrics=[metric for m in result for metric in m.metrics]).total
-    costs = RoundCosts.of(rounds, [r for m in plain for r in m.rounds], concurrency)
+    every = Measured.joined(result)
+    rounds, total = every.rounds, every.total
+    costs = RoundCosts.of(rounds, Measured.joined(plain).rounds, concurrency)
     predicted = None
     if costs is not None and total.match_rate is not None:
         predicted = costs.predict(rounds, total.match_rate)
