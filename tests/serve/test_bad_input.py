@@ -14,7 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.responses import ResponseRequest
 from forerun.serve.run import open_socket
-from forerun.serve.schema import ChatRequest, CompletionRequest
+from forerun.serve.schema import GUIDED, ChatRequest, CompletionRequest
 from forerun.serve.tokens import DetokenizeRequest
 from refusals import refused
 
@@ -44,10 +44,8 @@ WRONG = [
     (COMPLETIONS, {**GOOD, "stop": ["a", ""]}, "stop.1", "at least 1 character"),
     (COMPLETIONS, {**GOOD, "stop": [1]}, "stop", "a text or a list of texts"),
     (COMPLETIONS, {**GOOD, "bad_words": ["a", ""]}, "bad_words.1", "at least 1 character"),
-    (COMPLETIONS, {**GOOD, "guided_json": {}}, None, "guided_json is not supported: send structured_outputs"),
-    (COMPLETIONS, {**GOOD, "guided_grammar": "start: r"}, None, "send structured_outputs"),
-    (CHAT, {**HI, "guided_regex": "a"}, None, "guided_regex is not supported: send structured_outputs"),
-    (CHAT, {**HI, "guided_choice": []}, None, "send structured_outputs"),
+    *((path, {**body, name: {}}, None, f"{name} is not supported: send structured_outputs")
+      for path, body in ((COMPLETIONS, GOOD), (CHAT, HI)) for name in GUIDED),
     (COMPLETIONS, {**GOOD, "structured_outputs": {"json": 3}}, "structured_outputs.json", "an object or a text"),
     (COMPLETIONS, {**GOOD, "speculative": 3}, "speculative", "must be an object"),
     (
