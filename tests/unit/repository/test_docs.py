@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,13 @@ def pages(*, history=True):
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if history or page.name not in HISTORY]
 
 
-def options(command):
+@cache
+def options(name):
     """Flags of a command, or of a group's commands together."""
-    if hasattr(command, "commands"):
-        return set().union(*(options(each) for each in command.commands.values()))
-    return {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
+    command = load(name)
+    parts = command.commands.values() if hasattr(command, "commands") else [command]
+    params = [param for part in parts for param in part.params]
+    return {option for each in params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
 
 
 def commands(text):
@@ -66,8 +69,8 @@ def test_commands_and_their_flags_exist(page):
     for line in commands(text):
         name = line.split()[0]
         assert name in PROGRAMS, line
-        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP | IMAGE
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(name), line
+    everywhere = set().union(*(options(name) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP | IMAGE
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 
@@ -84,10 +87,10 @@ def test_our_commands_and_flags_beside_those_of_others_exist():
     names = {line.split()[0] for line in commands(told)}
     assert len(names) > 5
     assert names <= set(PROGRAMS)
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", told)) <= set().union(*(options(load(name)) for name in names))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", told)) <= set().union(*(options(name) for name in names))
     flags = [re.findall(r"--[a-z][\w-]*", cell) for cell in ours_beside_others("Options of the server")]
     assert sum(map(len, flags)) >= len(flags) - 1  # one row needs none
-    assert set().union(*flags) <= options(load("serve"))
+    assert set().union(*flags) <= options("serve")
 
 
 def test_our_fields_and_functions_beside_those_of_others_exist():
