@@ -37,13 +37,7 @@ from forerun.models.weights import sanity
 from forerun.models.weights.transform import transform
 
 log = logging.getLogger("forerun")
-DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "bfloat16", "float16", "half")}
 PATHS = ("auto", "native", "hf")
 
 

@@ -121,7 +121,7 @@ def rotary_frequencies(config: Any, width: int, kind: str | None = None) -> tupl
     with checkpoint.library(f"the model's rope_parameters cannot be used ({shown(rope)})"):
         if is_constant(rope):
             theta = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
-            return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
+            return default_frequencies(width, theta), 1.0
         if rope.get("rope_type", "default") == "default":
             width = int(width * rope.get("partial_rotary_factor", 1.0))
             return default_frequencies(width, rope["rope_theta"]), 1.0
