@@ -156,9 +156,9 @@ class Depends(plain.Plain):
     """A layer that adds up in another order from so many rows on, or only in the last of its rows."""
 
     def __call__(self, x, add=None):
-        y = summed(x, self.weight)
+        y = summed(x, self.numbers)
         some = x.shape[1] * 3 // 7
-        other = summed(x[:, :some], self.weight[:, :some]) + summed(x[:, some:], self.weight[:, some:])
+        other = summed(x[:, :some], self.numbers[:, :some]) + summed(x[:, some:], self.numbers[:, some:])
         if self.where == "many rows" and len(x) >= 24:
             y = other
         elif self.where == "the last row" and len(x) >= 24:
@@ -195,7 +195,7 @@ def folded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 class Folded(plain.Plain):
     def __call__(self, x, add=None):
-        y = folded(x, self.weight, self.bias)
+        y = folded(x, self.numbers, self.bias)
         return y if add is None else y.add_(add)
 
 

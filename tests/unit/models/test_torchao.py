@@ -29,7 +29,7 @@ def test_a_layer_is_close_and_small(kind, dtype):
         layer = plain.through_torchao(weight, bias, name=kind)
         expected, got = F.linear(x.float(), weight.float(), bias.float()), layer(x)
         added = layer(x, torch.ones_like(got))
-    assert type(layer.weight) is not torch.nn.Parameter
+    assert type(layer.numbers) is not torch.nn.Parameter
     assert (got.dtype, layer.kind) == (dtype, f"{kind} weights")
     assert 1e-4 < formats.error(expected, got.float()) < LIMIT[kind]
     assert torch.equal(added, got + 1)

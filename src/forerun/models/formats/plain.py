@@ -26,17 +26,12 @@ class Plain:
     kind, exact = "plain", False
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
-        self.weight = to_tensor(weight)
+        self.numbers = to_tensor(weight)
         self.bias = bias
-        self.nbytes = self.weight.nbytes
-
-    @property
-    def numbers(self) -> torch.Tensor:
-        """The weights [outputs, inputs]."""
-        return self.weight
+        self.nbytes = self.numbers.nbytes
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.numbers, self.bias)
         return y if add is None else y.add_(add)
 
 
