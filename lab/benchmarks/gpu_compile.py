@@ -96,7 +96,7 @@ def multiply(dtype):
     global group
     weight = torch.zeros(96, 768, dtype=dtype)
     six = Blocks("q6_k", np.zeros((96, 3 * 210), np.uint8), 768)
-    layers = [make(weight, None), linears.kept([six], None, dtype, torch.device("cpu"))]
+    layers = [make(weight, None), linears.kept(six, None, dtype, torch.device("cpu"))]
     for number, layer in enumerate([*layers, *(quantized(weight, None, name=name) for name in TRITON_KINDS)]):
         group = f"kind {number} {dtype}"
         for rows in (5, 70):

@@ -15,7 +15,7 @@ from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
 from forerun.models.formats import ON_CPU, blocks
-from forerun.models.formats.blocks import Blocked, Blocks, join
+from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.tiled import TiledLinear
@@ -198,12 +198,12 @@ def test_layers_of_several_forms_are_one(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_another_order_and_parts_end_to_end(kind):
     first, second, order = weights(kind, 20, 256), weights(kind, 9, 256, 1), torch.randperm(20)
-    whole = join([first.rows(order), second])
+    whole = Blocks.join([first.rows(order), second])
     assert torch.equal(whole.values(), torch.cat([first.values()[order], second.values()]))
 
 
 def test_kinds_that_only_files_bring():
-    refused(ConfigError, "read in q6_k, but not rounded to it", Blocks.of, torch.randn(4, 256), "q6_k")
+    refused(ConfigError, "read in q6_k, but not rounded to it", Blocks.of(torch.randn(4, 256), "q6_k").values)
 
 
 @pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0"]))

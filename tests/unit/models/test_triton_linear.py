@@ -44,10 +44,10 @@ def layer(kind, outputs, inputs, dtype, bias=False):
     if kind == "int8_rows":
         levels = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
         scales = torch.rand(outputs, generator=generator) / 1000
-        made = ours.kept([Levels(levels, scales)], shift, dtype, torch.device(DEVICE))
+        made = ours.kept(Levels(levels, scales), shift, dtype, torch.device(DEVICE))
         return made, levels.double() * scales[:, None].double(), shift
     blocks = random_six(outputs, inputs) if kind == "q6_k" else Blocks.of(weight, kind)
-    made = ours.kept([blocks], None if shift is None else shift.to(DEVICE), dtype, torch.device(DEVICE))
+    made = ours.kept(blocks, None if shift is None else shift.to(DEVICE), dtype, torch.device(DEVICE))
     exact = dequantize(blocks.raw[:], GGMLQuantizationType[kind.upper()])[:, :inputs]
     return made, torch.from_numpy(np.array(exact)).double(), shift
 

@@ -42,17 +42,6 @@ class LazyBytes:
         return self.make(rows)
 
 
-def quantize_rows(weight: Rows, kind: str) -> LazyBytes:
-    """A weight rounded to ``kind`` row by row, padded with zeros to whole blocks. Reading rows raises ConfigError for
-    types that weights are not rounded to."""
-
-    def make(rows: slice) -> Bytes:
-        result = weight[rows].float().cpu().numpy()
-        return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
-
-    return LazyBytes(weight.shape[0], make)
-
-
 Raw = np.ndarray | LazyBytes
 
 
@@ -67,9 +56,15 @@ class Blocks:
     device = CPU
 
     @classmethod
-    def of(cls, weight: torch.Tensor, kind: str) -> Blocks:
-        """A weight rounded to ``kind``. Raises ConfigError for types that weights are not rounded to."""
-        return cls(kind, quantize_rows(weight, kind)[:], weight.shape[1])
+    def of(cls, weight: Rows, kind: str) -> Blocks:
+        """A weight rounded to ``kind`` row by row, padded with zeros to whole blocks. Reading rows raises ConfigError
+        for types that weights are not rounded to."""
+
+        def make(rows: slice) -> Bytes:
+            result = weight[rows].float().cpu().numpy()
+            return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
+
+        return cls(kind, LazyBytes(weight.shape[0], make), weight.shape[1])
 
     @property
     def shape(self) -> torch.Size:
@@ -98,14 +93,14 @@ class Blocks:
         raw, indices = self.raw, order.numpy()
         return Blocks(self.kind, LazyBytes(len(indices), lambda rows: raw[indices[rows]]), self.inputs)
 
-
-def join(parts: Sequence[Blocks]) -> Blocks:
-    """Weights of one type over the same inputs, their rows concatenated."""
-    if len(parts) == 1:
-        return parts[0]
-    sources, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
-    raw = LazyBytes(sum(sizes), lambda rows: concat_rows(sources, sizes, rows, np.concatenate))
-    return Blocks(parts[0].kind, raw, parts[0].inputs)
+    @classmethod
+    def join(cls, parts: Sequence[Blocks]) -> Blocks:
+        """Weights of one type over the same inputs, their rows concatenated."""
+        if len(parts) == 1:
+            return parts[0]
+        sources, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
+        raw = LazyBytes(sum(sizes), lambda rows: concat_rows(sources, sizes, rows, np.concatenate))
+        return cls(parts[0].kind, raw, parts[0].inputs)
 
 
 def record_bytes(kind: str, outputs: int, inputs: int) -> int:
@@ -248,7 +243,7 @@ def can(dtype: torch.dtype, device: torch.device, kind: str | None = None) -> bo
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
     """A weight rounded to ``name``."""
-    return Blocked(Blocks(name, quantize_rows(weight, name), weight.shape[1]), bias)
+    return Blocked(Blocks.of(weight, name), bias)
 
 
 NEEDS = "kernels of ours (AVX2 or ARM64, and a C++ compiler)"

@@ -26,10 +26,9 @@ import triton.language as tl
 from forerun.core.folders import Record
 from forerun.kernels import gpu
 from forerun.models.formats.base import Linear, Rows, row_chunks, to_tensor
-from forerun.models.formats.blocks import Blocks, join, quantize_rows
+from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import PACKED, sizes
-from forerun.models.formats.int8 import Levels
-from forerun.models.formats.int8 import quantize_rows as to_levels
+from forerun.models.formats.int8 import Levels, quantize_rows
 from forerun.models.kinds import KINDS
 
 log = logging.getLogger("forerun")
@@ -418,7 +417,7 @@ def in_levels(weight: Rows | Levels, device: torch.device) -> Weight:
     if isinstance(weight, Levels):
         levels, scales = weight.levels, weight.scales
     else:
-        rounded = [to_levels(rows) for _, rows in row_chunks(weight)]
+        rounded = [quantize_rows(rows) for _, rows in row_chunks(weight)]
         scales, levels = (torch.cat(side) for side in zip(*rounded))
     levels, scales = levels.to(device).contiguous(), scales.to(device, torch.float32)
     outputs, inputs = levels.shape
@@ -571,13 +570,10 @@ def quantized(weight: Rows, bias: torch.Tensor | None, *, name: str) -> TritonLi
     """A layer rounded to ``name``."""
     if name == "int8_rows":
         return TritonLinear(in_levels(weight, weight.device), bias, weight.dtype)
-    blocks = Blocks(name, quantize_rows(weight, name), weight.shape[1])
-    return TritonLinear(in_blocks(blocks, weight.device), bias, weight.dtype)
+    return TritonLinear(in_blocks(Blocks.of(weight, name), weight.device), bias, weight.dtype)
 
 
-def kept(parts: Sequence[Any], bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> TritonLinear:
-    """A layer of weights in one format of a file."""
-    first = parts[0]
-    if isinstance(first, Levels):
-        return TritonLinear(in_levels(Levels.join(parts), device), bias, dtype)
-    return TritonLinear(in_blocks(join(parts), device), bias, dtype)
+def kept(weight: Blocks | Levels, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> TritonLinear:
+    """A layer of a weight in a format of a file."""
+    held = in_levels(weight, device) if isinstance(weight, Levels) else in_blocks(weight, device)
+    return TritonLinear(held, bias, dtype)

@@ -21,7 +21,7 @@ from forerun.core.loading import Advance
 from forerun.kernels import structs
 from forerun.models.formats import blocks, make_linear
 from forerun.models.formats.base import Format, LazyRows, Linear, Rows, concat_rows, to_tensor
-from forerun.models.formats.blocks import Blocked, Blocks, join
+from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_types import PACKED
 from forerun.models.formats.int8 import Levels, TiledInt8
@@ -147,23 +147,20 @@ class Maker:
         if len(made) == 1:
             only: Linear = made[0]
             return only
-        return self._triton.TritonJoined(made) if self.how == "triton" else Joined(made)
-
-    @property
-    def _triton(self) -> Any:
-        from forerun.models.formats import triton  # which not every system has
-
-        return triton
-
-    def _packed(self, parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
-        """A layer of weights in one block format."""
         if self.how == "triton":
-            result: Linear = self._triton.kept(parts, bias, self.dtype, self.device)
-            return result
-        levels = [part for part in parts if isinstance(part, Levels)]
-        if levels:
-            return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])
-        return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
+            from forerun.models.formats.triton import TritonJoined
+
+            return TritonJoined(made)
+        return Joined(made)
+
+    def _packed(self, parts: Sequence[Any], bias: torch.Tensor | None) -> Linear:
+        """A layer of weights in one block format."""
+        weight: Blocks | Levels = type(parts[0]).join(parts)
+        if self.how == "triton":
+            from forerun.models.formats.triton import kept  # which not every system has
+
+            return kept(weight, bias, self.dtype, self.device)
+        return TiledInt8(weight, bias, KINDS["int8_rows"]) if isinstance(weight, Levels) else Blocked(weight, bias)
 
     def _as_blocks(self, weight: Rows) -> Blocks | Levels | None:
         """A weight as blocks that a layer can keep here; None if it can only be read as numbers."""
