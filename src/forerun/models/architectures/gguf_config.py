@@ -194,23 +194,20 @@ def _biases(keys: Keys) -> dict[str, bool]:
 def _described_keys(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """The keys that the architecture's description names."""
     of, attention = keys.architecture, keys.architecture.attention
-    result: dict[str, Any] = {}
+    numbers = {
+        attention.multiplier: ("attention.scale", config["head_dim"] ** -0.5),
+        of.embedding_scale: ("embedding_scale", 1.0), of.residual_scale: ("residual_scale", 1.0),
+        of.logits_divisor: ("logit_scale", 1.0),
+    }  # fmt: skip
+    result: dict[str, Any] = {
+        key: keys.number(*own) for key, own in numbers.items() if isinstance(key, str) and key != "root"
+    }
+    softcaps = {attention.softcap: "attn_logit_softcapping", of.logits_softcap: "final_logit_softcapping"}
+    result |= {key: keys.optional_number(own) for key, own in softcaps.items() if key is not None}
     if attention.window == "all":
         result["sliding_window"] = None if keys.name == "llama" else keys.optional_integer("attention.sliding_window")
     elif attention.window == "layer_types" and keys.name in PERIODS:
         result |= _windows(keys)
-    if attention.softcap is not None:
-        result[attention.softcap] = keys.optional_number("attn_logit_softcapping")
-    if isinstance(attention.multiplier, str):
-        result[attention.multiplier] = keys.number("attention.scale", config["head_dim"] ** -0.5)
-    if of.logits_softcap is not None:
-        result[of.logits_softcap] = keys.optional_number("final_logit_softcapping")
-    if of.embedding_scale is not None and of.embedding_scale != "root":
-        result[of.embedding_scale] = keys.number("embedding_scale", 1.0)
-    if of.residual_scale is not None:
-        result[of.residual_scale] = keys.number("residual_scale", 1.0)
-    if of.logits_divisor is not None:
-        result[of.logits_divisor] = keys.number("logit_scale", 1.0)
     if of.experts is not None and keys.get("expert_count"):
         result |= _experts(keys)
     if isinstance(of.mixer, Recurrence):
