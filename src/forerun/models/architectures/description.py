@@ -384,7 +384,7 @@ class Architecture:
         stem, _, suffix = gguf.rpartition(".")
         if suffix not in SUFFIXES:
             stem, suffix = gguf, ""
-        outer = {name.gguf: name.checkpoint for name in self._outer_names()}
+        outer = {name.gguf: name.checkpoint for name in self.outer_names()}
         if stem in outer:
             bias = self.norms.bias and outer[stem] == self.norm.checkpoint
             return (f"{outer[stem]}.{suffix}",) if suffix == "weight" or (suffix == "bias" and bias) else ()
@@ -419,7 +419,7 @@ class Architecture:
             values += [self.draft_input.norm_embedding, self.draft_input.norm_given]
         yield from (self.norm, *(value for value in values if isinstance(value, Name)))
 
-    def _outer_names(self) -> tuple[Name, ...]:
+    def outer_names(self) -> tuple[Name, ...]:
         """Names of the tensors outside layers."""
         table = () if self.per_layer is None else (self.per_layer.table, self.per_layer.project, self.per_layer.norm)
         own: tuple[Name | None, ...] = self.embedding, self.head

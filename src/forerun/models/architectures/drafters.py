@@ -23,10 +23,10 @@ from forerun.models.architectures.shapes import random_weights, shapes
 from forerun.models.architectures.spec import FULL, Spec, bind, refusal
 from forerun.models.files.open import CachedConfig
 
+MTP_MIX = Name("model.eh_proj", "nextn.eh_proj")
 MTP_INPUT = DraftInput(
-    mix=Name("model.eh_proj", "nextn.eh_proj"), norm_embedding=Name("model.enorm", "nextn.enorm"),
-    norm_given=Name("model.hnorm", "nextn.hnorm"),
-)  # fmt: skip
+    mix=MTP_MIX, norm_embedding=Name("model.enorm", "nextn.enorm"), norm_given=Name("model.hnorm", "nextn.hnorm")
+)
 MTP_NORM = Name("model.norm", "nextn.shared_head_norm")
 GLM4_MOE = Architecture(
     model_type="glm4_moe", causal="Glm4MoeForCausalLM", gguf="glm4moe",
@@ -69,18 +69,13 @@ def mtp_names(names: Iterable[str], num_layers: int, module: int = 0) -> dict[st
         stem, _, kind = match[1].removeprefix("mtp_block.").rpartition(".")
         stem = RENAMED.get(stem, stem)
         result[name] = f"model.{stem}.{kind}" if stem in OUTER else f"model.layers.0.{stem}.{kind}".replace("..", ".")
-    mix = MTP_INPUT.mix
-    assert mix is not None
-    mixes = {f"{mix.checkpoint}.weight", f"{mix.gguf}.weight"} & {*result.values()}
+    mixes = {f"{MTP_MIX.checkpoint}.weight", f"{MTP_MIX.gguf}.weight"} & {*result.values()}
     return result if mixes and any(own.startswith(("model.layers.0.", "blk.0.")) for own in result.values()) else {}
 
 
 def gguf_names(architecture: Architecture) -> dict[str, str]:
     """GGUF's names of the layer's tensors by a checkpoint's."""
-    given = architecture.draft_input
-    assert given is not None
-    outer = (architecture.norm, given.mix, given.norm_embedding, given.norm_given)
-    result = {each.checkpoint: each.gguf for each in outer if each is not None}
+    result = {each.checkpoint: each.gguf for each in architecture.outer_names()}
     return result | {f"model.layers.0.{each.checkpoint}": f"blk.0.{each.gguf}" for each in architecture.layer_names()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forerun.core.errors import ModelError
-from forerun.models.architectures.drafters import MIMO, MTP_INPUT, gguf_names, mtp_names, mtp_spec
+from forerun.models.architectures.drafters import MIMO, MTP_MIX, gguf_names, mtp_names, mtp_spec
 from forerun.models.architectures.spec import Spec
 from forerun.models.files.checkpoint import Safetensors
 from forerun.models.files.gguf import GGUFFile
@@ -46,9 +46,8 @@ def _module(files: Safetensors | GGUFFile, config: Any, names: Mapping[str, str]
         weights: Weights = CheckpointWeights.of_drafter(files, one, spec, names)
     else:
         weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
-    mix = MTP_INPUT.mix
-    if mix is not None and any(MIMO in name for name in names):
-        swapped = {f"{mix.checkpoint}.weight": lambda weight: torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)}
+    if any(MIMO in name for name in names):
+        swapped = {f"{MTP_MIX.checkpoint}.weight": lambda weight: torch.cat(weight[:].chunk(2, dim=1)[::-1], dim=1)}
         weights = ChangedWeights(weights, swapped)
     return one, spec, weights
 
