@@ -226,14 +226,12 @@ def _sizes(model: TiledModel, size: int) -> Iterator[None]:
         model.tiles = before
 
 
-def _batch(model: TiledModel, tokens: list[int], layers: tuple[int, ...] | None, *, head: bool) -> Batch:
-    """A batch of one-token sequences."""
+def _feed(model: TiledModel, tokens: list[int], layers: tuple[int, ...] | None, *, head: bool = False) -> torch.Tensor:
+    """What the layers make of one-token sequences, in one call."""
     position = min(POSITION, model.info.max_len - 1)
     spans = [Span(row, position, [token], logits=[0] if head else []) for row, token in enumerate(tokens)]
-    return Batch(spans, model.info.device, layers=layers, hidden=() if head else (model.info.num_layers,))
-
-
-def _results(output: Output) -> torch.Tensor:
+    batch = Batch(spans, model.info.device, layers=layers, hidden=() if head else (model.info.num_layers,))
+    output = model.feed(batch, RowRecorder(model.info))
     hidden = [states.float() for states in output.hidden.values()]
     return torch.cat([output.logits, *hidden], 1) if output.logits.shape[0] else torch.cat(hidden, 1)
 
@@ -242,12 +240,8 @@ def _results(output: Output) -> torch.Tensor:
 def _key(model: TiledModel, head: bool) -> str:
     """A text that changes with all that ``_compare`` depends on: shapes, layouts, and the weights' values, by what the
     compared layers make of one row."""
-    made = []
     with _sizes(model, 1), Products() as products:
-        for layers in _kinds(model, head):
-            made.append(
-                _results(model.feed(_batch(model, [_token(model)], layers, head=head), RowRecorder(model.info)))
-            )
+        made = [_feed(model, [_token(model)], layers, head=head) for layers in _kinds(model, head)]
     values = hashlib.sha256(torch.cat(made, 1).cpu().numpy().tobytes()).hexdigest()
     return f"{'logits' if head else 'rows'} {model.signature()} {products.calls} {values}"
 
@@ -276,8 +270,8 @@ def _run(model: TiledModel, layers: tuple[int, ...] | None, head: bool) -> Any:
 
     def run(size: int) -> torch.Tensor:
         with _sizes(model, size), Products(matrices) as products:
-            output = model.feed(_batch(model, [_token(model)] * size, layers, head=head), RowRecorder(model.info))
-        return torch.cat([_results(output), *(rows for rows in products.results if rows.shape[0] == size)], 1)
+            made = _feed(model, [_token(model)] * size, layers, head=head)
+        return torch.cat([made, *(rows for rows in products.results if rows.shape[0] == size)], 1)
 
     return run
 
@@ -285,7 +279,7 @@ def _run(model: TiledModel, layers: tuple[int, ...] | None, head: bool) -> Any:
 def _affordable(model: TiledModel, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
     """The row counts that ``MAX_WORK`` allows to compare."""
     with _sizes(model, 1), Products() as products:
-        model.feed(_batch(model, [0], layers, head=head), RowRecorder(model.info))
+        _feed(model, [0], layers, head=head)
     sizes: list[int] = []
     for size in tiles.SIZES:
         if size <= ALWAYS_UP_TO or products.work * (sum(sizes) + size) <= MAX_WORK:
@@ -299,13 +293,12 @@ def _depends_on_values(model: TiledModel, layers: tuple[int, ...] | None) -> boo
     generator = torch.Generator().manual_seed(0)
     calls, firsts = [], []
     with _sizes(model, 1):  # what is made in the first call is made here
-        model.feed(_batch(model, [0], layers, head=False), RowRecorder(model.info))
+        _feed(model, [0], layers)
     for _ in range(3):
         others = torch.randint(model.info.vocab_size, (ROWS - 1,), generator=generator).tolist()
         with _sizes(model, ROWS), Products() as products:
-            output = model.feed(_batch(model, [0, *others], layers, head=False), RowRecorder(model.info))
+            firsts.append(_feed(model, [0, *others], layers)[0])
         calls.append(products.calls)
-        firsts.append(_results(output)[0])
     refused = activations.UNSTEADY if model.routes else UNSTEADY
     unsteady = any(call.split(" ", 1)[0] in refused for call in calls[0])
     varying = not model.routes and any(each != calls[0] for each in calls)
