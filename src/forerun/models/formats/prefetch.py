@@ -5,7 +5,7 @@ the processor multiplies and reads memory. No bits depend on it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise, product
 from statistics import median
@@ -44,8 +44,10 @@ def autotune(layers: Iterable[Linear], dtype: torch.dtype) -> None:
     """Set the best prefetch, measured or remembered, of each kind with ``ENOUGH`` bytes in ``layers``, for activations
     in ``dtype``."""
     by_kind: dict[int, list[Compiled]] = {}
-    for layer in _compiled(layers):
-        by_kind.setdefault(layer.fields().kind, []).append(layer)
+    for layer in layers:
+        for part in layer.parts if isinstance(layer, Joined) else (layer,):
+            if isinstance(part, Compiled):
+                by_kind.setdefault(part.fields().kind, []).append(part)
     for kind, parts in by_kind.items():
         total = sum(part.nbytes for part in parts)
         if total >= ENOUGH:
@@ -74,14 +76,6 @@ def _valid(kind: int, value: object) -> list[int] | None:
     if not isinstance(value, list) or len(value) != len(COUNTS):
         return None
     return value if all(type(way) is int and way in ways(kind) for way in value) else None
-
-
-def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
-    for layer in layers:
-        if isinstance(layer, Joined):
-            yield from layer.parts
-        elif isinstance(layer, Compiled):
-            yield layer
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ from forerun.core.inference import inference
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.files import checkpoint
-from forerun.models.files.gguf import GGUFFile
 from forerun.models.files.open import Checkpoint, quiet
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
@@ -382,7 +381,10 @@ def _checkpoint_module(opened: Checkpoint, config: Any, dtype: torch.dtype, atte
 def _gguf_module(opened: Checkpoint, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     path, file = opened.path, opened.gguf
     assert file is not None
-    weights = read_weights(file, config, dtype)
+    if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
+        raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
+    packed = GGUFWeights(file, config)
+    weights = {name: packed.values(name)[:].to(dtype) for name in (*packed.parts, *packed.lists)}
     with checkpoint.library(f"{path} cannot be loaded"), quiet():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         keys = module.load_state_dict(weights, strict=False)
@@ -392,11 +394,3 @@ def _gguf_module(opened: Checkpoint, config: Any, dtype: torch.dtype, attention:
                          "them: only the native path runs it")  # fmt: skip
     module.eval()
     return module
-
-
-def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Every weight, dequantized, by its name in a checkpoint. Raises ModelError."""
-    if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
-        raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
-    weights = GGUFWeights(file, config)
-    return {name: weights.values(name)[:].to(dtype) for name in (*weights.parts, *weights.lists)}

@@ -111,10 +111,8 @@ class Infill:
         """Tokens that end an answer: after them, another text would begin."""
         added = [text for text in tokenizer.get_added_vocab() if text]
         self._marked = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))) if added else None
-        self._spaced = self._names(encode(tokenizer, "x", add_special_tokens=False))[:1] not in ([], ["x"])
-
-    def _names(self, ids: Sequence[int]) -> list[str]:
-        return list(self.tokenizer.convert_ids_to_tokens(list(ids)))
+        alone = tokenizer.convert_ids_to_tokens(encode(tokenizer, "x", add_special_tokens=False))
+        self._spaced = alone[:1] not in ([], ["x"])
 
     def prompt(self, hole: Hole, room: int | None = None) -> list[int]:
         """Returns the tokens of a prompt whose answer fills the hole.
