@@ -88,10 +88,7 @@ def address(numbers: array[Any] | None) -> int:
 
 
 def _layout() -> str:
-    structs = (
-        SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, LatentStruct, MixerStruct, RunStruct,
-        ReplayStruct, LayerStruct, ModelStruct, Call, PassStruct, Chains,
-    )  # fmt: skip
+    structs = [each for each in globals().values() if isinstance(each, type) and hasattr(each, "_fields")]
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
     lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]
     lists = ("Activations", *ACTIVATIONS), ("Mixers", *MIXERS)
