@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.config import COUNT, POSITIVE, Within
 from forerun.core.errors import ModelError, shown
-from forerun.models.architectures.description import Architecture, Recurrence
+from forerun.models.architectures.description import Architecture, ExpertsSpec, Recurrence
 from forerun.models.architectures.families import ARCHITECTURES, NEMOTRON_H
 from forerun.models.architectures.spec import FULL, SLIDING, TILED_HEADS
 from forerun.models.files.gguf import GGUFFile
@@ -209,11 +209,11 @@ def _described_keys(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     elif attention.window == "layer_types" and keys.name in PERIODS:
         result |= _windows(keys)
     if of.experts is not None and keys.get("expert_count"):
-        result |= _experts(keys)
+        result |= _experts(keys, of.experts)
     if isinstance(of.mixer, Recurrence):
-        result |= _recurrence(keys)
+        result |= _recurrence(keys, of.mixer)
     if of.mixer is not None and not of.mlp.layer_type and of.mixer.layer_type != "hybrid":
-        result["layer_types"] = _mixed(keys)
+        result["layer_types"] = _mixed(keys, of.mixer.layer_type)
     if of.mlp.width != "intermediate_size":
         result[of.mlp.width] = keys.integer("expert_shared_feed_forward_length", config["intermediate_size"])
     return result
@@ -312,10 +312,8 @@ def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _recurrence(keys: Keys) -> dict[str, Any]:
+def _recurrence(keys: Keys, mixer: Recurrence) -> dict[str, Any]:
     """The sizes of layers with a state per head, by the config keys that the description names."""
-    mixer = keys.architecture.mixer
-    assert isinstance(mixer, Recurrence)
     heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
     if inner % heads:
         what = "Mamba-2" if mixer.kind == "mamba" else "a delta net"
@@ -341,10 +339,9 @@ def _nemotron_layers(keys: Keys) -> list[str]:
     return types
 
 
-def _mixed(keys: Keys) -> list[str]:
-    """Layer types where some layers keep a state: those that a list names, those without key-value heads, or all but
-    every n-th. Raises ModelError."""
-    assert keys.architecture.mixer is not None
+def _mixed(keys: Keys, kind: str) -> list[str]:
+    """Layer types where layers of this ``kind`` keep a state: those that a list names, those without key-value heads,
+    or all but every n-th. Raises ModelError."""
     recurrent = keys.get("attention.recurrent_layers")
     if recurrent is None and isinstance(keys.get("attention.head_count_kv"), list):
         recurrent = [count == 0 for count in keys.by_layer("attention.head_count_kv")]
@@ -353,7 +350,7 @@ def _mixed(keys: Keys) -> list[str]:
         recurrent = [bool((index + 1) % period) for index in range(keys.layers)]
     if not isinstance(recurrent, list) or len(recurrent) < keys.layers:
         raise keys.error(f"has {keys.layers} layers, but does not say of each whether it keeps a state")
-    return [keys.architecture.mixer.layer_type if each else FULL for each in recurrent[: keys.layers]]
+    return [kind if each else FULL for each in recurrent[: keys.layers]]
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
@@ -363,10 +360,8 @@ def _windows(keys: Keys) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": _sliding(keys) if window else [FULL] * keys.layers}
 
 
-def _experts(keys: Keys) -> dict[str, Any]:
+def _experts(keys: Keys, names: ExpertsSpec) -> dict[str, Any]:
     """The sizes of experts, and of what all rows share beside them, by the description's config keys."""
-    names = keys.architecture.experts
-    assert names is not None
     experts = keys.integer("expert_count")
     routed = {tensor.shape[0] for name, tensor in keys.file.tensors.items() if name.endswith(ROUTER)}
     if routed - {experts}:

@@ -289,8 +289,8 @@ class Builder:
         if self.spec.per_layer_width and (names := architecture.per_layer) is not None:
             layer.per_layer_gate, layer.per_layer_out = self._linear(names.gate), self._linear(names.out)
             layer.after_inputs = self._outer_norm(names.after)
-        if architecture.draft_input is not None and (convolutions := architecture.draft_input.convolutions) is not None:
-            around, beside = map(self._convolution, convolutions)
+        if (given := architecture.draft_input) is not None and given.convolutions is not None:
+            around, beside = (self._convolution(name, given.block) for name in given.convolutions)
             layer.convolutions = around, beside
         if architecture.layer_scale is not None:
             layer.scale = self.maker.number(self._at(architecture.layer_scale))
@@ -311,11 +311,9 @@ class Builder:
         weights = [rotary.arrange(self._norm_weight(f"{prefix}{key.checkpoint}")) for prefix in prefixes]
         return project, self._norm(torch.stack(weights).repeat_interleave(sizes.kv_heads, 0)), rotary
 
-    def _convolution(self, name: Name) -> BlockConvolution:
+    def _convolution(self, name: Name, block: int) -> BlockConvolution:
         base = self.maker.numbers(f"{self._at(name)}.base_kernel").to(self.maker.dtype)
-        given = self.spec.architecture.draft_input
-        assert given is not None
-        return BlockConvolution(base, self.maker.linear(f"{self._at(name)}.kernel_projection"), given.block)
+        return BlockConvolution(base, self.maker.linear(f"{self._at(name)}.kernel_projection"), block)
 
     def _at(self, name: Name) -> str:
         return f"{self.prefix}.{name.checkpoint}"
