@@ -43,7 +43,7 @@ def read_mtp(opened: Checkpoint, config: Any, most: int = 1) -> list[tuple[Any, 
 def _module(files: Safetensors | GGUFFile, config: Any, names: Mapping[str, str]) -> tuple[Any, Spec, Weights]:
     one, spec = mtp_spec(config, {*names.values()})
     if isinstance(files, Safetensors):
-        weights: Weights = CheckpointWeights.of_drafter(files, one, spec, names)
+        weights: Weights = CheckpointWeights(files, one, spec, names)
     else:
         weights = GGUFWeights(_layer_alone(files, spec, names), one, spec)
     if any(MIMO in name for name in names):

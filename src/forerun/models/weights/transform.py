@@ -100,30 +100,18 @@ class CheckpointWeights(TensorWeights):
     """The weights in a checkpoint's safetensors files. Raises ModelError for a tensor that is missing, has another
     shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
-    def __init__(self, files: Safetensors, config: Any) -> None:
-        folder = files.path
-        sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
-        spec = bind(config)
-        prefixes, skipped = spec.architecture.prefixes, spec.architecture.skipped
-        if any(name.startswith(skipped) and not name.startswith(MTP) for name in files.tensors):
-            log.info("%s also reads pictures: that part is left out", folder)
-        names = {name: _full_name(name, prefixes) for name in files.tensors if not name.startswith(skipped)}
-        self._read(files, config, spec, names)
-
-    @classmethod
-    def of_drafter(cls, files: Safetensors, config: Any, spec: Spec, names: Mapping[str, str]) -> CheckpointWeights:
-        """The weights of a drafter of this spec, which are among others: ``names`` has theirs by those in the files."""
-        result = cls.__new__(cls)
-        result._read(files, config, spec, names)
-        extra = sorted(result.tensors.keys() - shapes(config, spec).keys())
-        sanity.check_names(files.path, (), extra, extra, config)
-        return result
-
-    def _read(self, files: Safetensors, config: Any, spec: Spec, names: Mapping[str, str]) -> None:
-        self.files = files
-        folder, scheme = files.path, getattr(config, "quantization_config", None)
+    def __init__(
+        self, files: Safetensors, config: Any, spec: Spec | None = None, names: Mapping[str, str] | None = None
+    ) -> None:
+        """``spec``: a drafter's, whose weights are among others: ``names`` has theirs by those in the files. None: the
+        model's."""
+        self.files, folder, scheme = files, files.path, getattr(config, "quantization_config", None)
+        if spec is None:
+            sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
+            spec = bind(config)
+        listed = _names(files, spec.architecture) if names is None else names
         views = {
-            own: files.values(name) for name, own in names.items() if files.tensors[name].kind in checkpoint.DTYPES
+            own: files.values(name) for name, own in listed.items() if files.tensors[name].kind in checkpoint.DTYPES
         }
         views = unstacked(views, spec)
         tensors: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
@@ -131,11 +119,22 @@ class CheckpointWeights(TensorWeights):
         _split_kv_b(tensors, spec, folder)
         self.tensors = tensors
         _check(folder, tensors, config, spec)
+        if names is not None:
+            extra = sorted(tensors.keys() - shapes(config, spec).keys())
+            sanity.check_names(folder, (), extra, extra, config)
 
     def release(self) -> None:
         for tensor in self.grouped:
             tensor.close()
         self.files.release()
+
+
+def _names(files: Safetensors, architecture: Architecture) -> dict[str, str]:
+    """A model's names of its tensors by those in the files."""
+    if any(name.startswith(architecture.skipped) and not name.startswith(MTP) for name in files.tensors):
+        log.info("%s also reads pictures: that part is left out", files.path)
+    kept = (name for name in files.tensors if not name.startswith(architecture.skipped))
+    return {name: _full_name(name, architecture.prefixes) for name in kept}
 
 
 def _full_name(name: str, prefixes: Iterable[str]) -> str:
