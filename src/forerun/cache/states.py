@@ -8,6 +8,7 @@ length, and a rejected draft costs the next round nothing (as in ReplaySSM and T
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,7 +92,9 @@ class States(Recorded):
         self.interval = INTERVAL
         """Distance, in tokens, of the states that a prompt keeps (``cache/prefix.py``)."""
         self.layers = list(layers)
-        self.columns = max(shape.columns for shape in layers if shape is not None)
+        self.shapes = {layer: shape for layer, shape in enumerate(layers) if shape is not None}
+        """Of the layers that keep a state."""
+        self.columns = max(shape.columns for shape in self.shapes.values())
         self.depth = depth
         self.ring = self.columns + depth
         self.dtype, self.device = dtype, device
@@ -109,27 +112,30 @@ class States(Recorded):
         """Per sequence: after how many entries its state will be stored, in which slot."""
         self.origins: dict[int, tuple[int, int]] = {}
         """Per sequence without a slot: the kept state that it will begin with, and how many entries that covers."""
-        for name in ("records", "checkpoints"):
+        for name in ("records", "checkpoints", "addresses"):
             self.__dict__.pop(name, None)
 
     @cached_property
-    def records(self) -> list[torch.Tensor | None]:
-        """Per layer, [slots, ring, width]; entry e is at e modulo the ring."""
-        slots = self.count + self.max_kept
-        return [
-            None if shape is None else zeros((slots, self.ring, shape.width), self.dtype, self.device)
-            for shape in self.layers
-        ]
+    def records(self) -> dict[int, torch.Tensor]:
+        """By layer, [slots, ring, width]; entry e is at e modulo the ring."""
+        slots, shapes = self.count + self.max_kept, self.shapes.items()
+        return {layer: zeros((slots, self.ring, each.width), self.dtype, self.device) for layer, each in shapes}
 
     @cached_property
-    def checkpoints(self) -> list[torch.Tensor | None]:
-        """Per layer, [slots, ...]."""
-        slots, shapes = self.count + self.max_kept, [shape.checkpoint if shape else () for shape in self.layers]
-        return [zeros((slots, *shape), torch.float32, self.device) if shape else None for shape in shapes]
+    def checkpoints(self) -> dict[int, torch.Tensor]:
+        """By layer, [slots, ...]."""
+        slots, shapes = self.count + self.max_kept, {layer: each.checkpoint for layer, each in self.shapes.items()}
+        return {layer: zeros((slots, *each), torch.float32, self.device) for layer, each in shapes.items() if each}
+
+    @cached_property
+    def addresses(self) -> array[int]:
+        """Those of every layer's records and checkpoint; 0 where there are none."""
+        tensors = ((side, layer) for layer in range(len(self.layers)) for side in (self.records, self.checkpoints))
+        return array("q", (side[layer].data_ptr() if layer in side else 0 for side, layer in tensors))
 
     @property
     def bytes_per_sequence(self) -> int:
-        shapes = [shape for shape in self.layers if shape is not None]
+        shapes = self.shapes.values()
         records = self.ring * sum(shape.width for shape in shapes) * self.dtype.itemsize
         return records + 4 * sum(prod(shape.checkpoint) for shape in shapes if shape.checkpoint)
 
@@ -156,11 +162,10 @@ class States(Recorded):
         self._apply("fill", self.slots[key], origin, length)
 
     def _fill(self, slot: int, origin: int | None, length: int) -> None:
-        for records, numbers in zip(self.records, self.checkpoints):
-            if records is not None:
-                records[slot] = 0
-            if numbers is not None:
-                numbers[slot] = 0 if origin is None else numbers[origin]
+        for records in self.records.values():
+            records[slot] = 0
+        for numbers in self.checkpoints.values():
+            numbers[slot] = 0 if origin is None else numbers[origin]
         if origin is not None:  # a checkpoint lacks the convolution's inputs, which are the last records
             self._copy_records(origin, slot, range(length - self.columns, length))
 
@@ -208,9 +213,8 @@ class States(Recorded):
     def _copy_records(self, source: int, target: int, entries: Iterable[int]) -> None:
         """Records before the first entry are zeros in every slot."""
         offsets = [entry % self.ring for entry in entries if entry >= 0]
-        for records in self.records if offsets else ():
-            if records is not None:
-                records[target, offsets] = records[source, offsets]
+        for records in self.records.values() if offsets else ():
+            records[target, offsets] = records[source, offsets]
 
     def truncate(self, key: int, length: int) -> int:
         """How many of the first ``length`` entries stay: all, or none where the checkpoint covers more."""
@@ -226,9 +230,8 @@ class States(Recorded):
         self._apply("copy", self.slots[source], self.slots[key])
 
     def _copy(self, source: int, target: int) -> None:
-        for tensor in (*self.records, *self.checkpoints):
-            if tensor is not None:
-                tensor[target] = tensor[source]
+        for tensor in (*self.records.values(), *self.checkpoints.values()):
+            tensor[target] = tensor[source]
 
     def move(self, key: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves the records of entries ``sources`` to ``targets``."""
@@ -236,18 +239,16 @@ class States(Recorded):
         self._apply("move", self.slots[key], old, new)
 
     def _move(self, slot: int, old: list[int], new: list[int]) -> None:
-        for records in self.records:
-            if records is not None:
-                records[slot, new] = records[slot, old]
+        for records in self.records.values():
+            records[slot, new] = records[slot, old]
 
     def has_nan(self, key: int) -> bool:
         """Whether the last layer's state or records hold a NaN: later layers inherit a NaN of earlier ones."""
         slot = self.slots.get(key)
         if slot is None:
             return False
-        last = max(layer for layer, shape in enumerate(self.layers) if shape is not None)
-        tensors = self.records[last], self.checkpoints[last]
-        return any(bool(tensor[slot].isnan().any()) for tensor in tensors if tensor is not None)
+        last, sides = max(self.shapes), (self.records, self.checkpoints)
+        return any(bool(side[last][slot].isnan().any()) for side in sides if last in side)
 
     def plan(self, batch: Batch) -> Replay:
         """Plans a forward. Raises ValueError for a span that begins before its sequence's checkpoint, or has more rows

@@ -30,19 +30,16 @@ def feed(of, span):
     assert of.states is not None
     replay = of.states.plan(Batch([span]))
     assert len({*replay.written.tolist()}) == len(replay.written)
-    for records in of.states.records:
-        if records is not None:
-            entries = torch.arange(span.start + span.stored, span.end).float()[:, None]
-            records.view(-1, records.shape[-1])[replay.written] = entries[replay.kept].expand(-1, records.shape[-1])
+    for records in of.states.records.values():
+        entries = torch.arange(span.start + span.stored, span.end).float()[:, None]
+        records.view(-1, records.shape[-1])[replay.written] = entries[replay.kept].expand(-1, records.shape[-1])
     of.advance(span.key, span.end)
     of.states.commit(replay)
 
 
 def held(of, key, entry):
     assert of.states is not None
-    records = of.states.records[1]
-    assert records is not None
-    return float(records[of.states.slots[key], entry % of.states.ring, 0])
+    return float(of.states.records[1][of.states.slots[key], entry % of.states.ring, 0])
 
 
 def test_bytes_are_those_of_checkpoints_and_records():

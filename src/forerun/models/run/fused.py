@@ -361,9 +361,8 @@ class Fused:
         states, layers = attention.states, self.decoder.layers
         if states is None or any((a is None) != (b.mixer is None) for a, b in zip(states.layers, layers, strict=True)):
             raise ValueError("the cache's states are not those of these layers")
-        replay, tensors = states.plan(batch), zip(states.records, states.checkpoints)
-        addresses = array("q", (0 if each is None else each.data_ptr() for pair in tensors for each in pair))
-        return replay, lay_out(replay, states, batch.num_rows), addresses
+        replay = states.plan(batch)
+        return replay, lay_out(replay, states, batch.num_rows), states.addresses
 
     def _checked(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:

@@ -56,7 +56,6 @@ class Convolution:
 def remember(records: torch.Tensor, layer: int, states: States, replay: Replay) -> torch.Tensor:
     """Store the rows' records [rows, width]. Returns them and, after them, the earlier ones that they read."""
     ring = states.records[layer]
-    assert ring is not None
     flat = ring.view(-1, ring.shape[-1])
     every = torch.cat([records, flat[replay.read]])
     flat[replay.written] = records[replay.kept]
@@ -96,7 +95,6 @@ class Recurrent(ABC):
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         channels, numbers = self.sizes.channels, states.checkpoints[self.layer]
-        assert numbers is not None
         width = channels + self.sizes.gates
         records = remember(inputs[:, :width], self.layer, states, replay)
         mixed = activations.silu(self.conv(records, replay.taps))
@@ -235,7 +233,7 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
         own.extend(run.rows)
         slots = dict(run.copies)
         copies.extend(slots.get(node, NONE) for node in range(run.first, run.first + len(run.before)))
-    count = next(len(records) for records in states.records if records is not None)
+    count = states.count + states.max_kept
     taps, read, written = replay.taps.contiguous(), replay.read.contiguous(), replay.written.contiguous()
     kept = replay.kept.contiguous()
     fields = array("q", structs.ReplayStruct(
@@ -273,7 +271,7 @@ class KernelMixer:
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: CompiledReplay) -> torch.Tensor:
         """As ``Mixer``; it changes ``inputs``. Raises ValueError for rows and states that the kernel would misread."""
-        records, numbers = states.records[self.layer], states.checkpoints[self.layer]
+        records, numbers = states.records.get(self.layer), states.checkpoints.get(self.layer)
         shape = torch.Size((replay.rows, self.inputs))
         if inputs.shape != shape or inputs.dtype is not self.dtype or not inputs.is_cpu:
             raise ValueError(f"inputs {inputs.dtype} {[*inputs.shape]} where {self.dtype} {[*shape]} on cpu are needed")
