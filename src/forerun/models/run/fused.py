@@ -198,8 +198,7 @@ class Fused:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
         self.dtype = decoder.embedding.dtype
-        kind = kernels.dtype_name(self.dtype)
-        self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
+        self.call, self.draft = kernels.kernel("decode", self.dtype), kernels.kernel("draft", self.dtype)
         decoder.check()
         self.num_ids, self.hidden = decoder.embedding.count, decoder.embedding.width
         self.sums = None if decoder.total is None else PartialSums(decoder.total, self.hidden, self.dtype)
