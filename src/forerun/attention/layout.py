@@ -106,16 +106,6 @@ def leaf_paths(span: Span) -> Iterator[tuple[list[int], int]]:
             seen.update(nodes)
 
 
-def ancestors(span: Span) -> torch.Tensor:
-    """bool [rows, stored + rows]: which nodes after ``span.start`` each new row sees (itself included)."""
-    total = span.stored + span.count
-    seen = torch.zeros(total, total, dtype=torch.bool)
-    parents = span.parents if span.parents is not None else list(range(-1, total - 1))
-    for node, path in enumerate(node_paths(parents)):
-        seen[node, path] = True
-    return seen[span.stored :]
-
-
 def tree_mask(
     span: Span, columns: int, window: int | None, dtype: torch.dtype, sink_tokens: int = 0
 ) -> torch.Tensor:  # fmt: skip
@@ -124,7 +114,8 @@ def tree_mask(
     nodes = span.stored + span.count
     visible = torch.zeros(span.count, columns, dtype=torch.bool)
     visible[:, : span.start] = True
-    visible[:, span.start : span.start + nodes] = ancestors(span)
+    for row, path in zip(visible[:, span.start :], node_paths(span.parents or ())[span.stored :]):
+        row[path] = True
     if window is not None:
         depths = torch.tensor(span.depths())
         positions = torch.arange(columns)

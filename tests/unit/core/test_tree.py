@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import SamplingParams
-from forerun.attention.layout import ancestors, tree_mask
+from forerun.attention.layout import tree_mask
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Trial
@@ -72,12 +72,12 @@ def test_rows_see_their_ancestors_within_the_window(paths, start, stored, window
     draft = grown(paths)
     stored = min(stored, len(draft) - 1)
     span = Span(0, start, draft.tokens[stored:], draft.parents, stored)
-    seen, mask = ancestors(span), tree_mask(span, start + len(draft) + 3, window, torch.float32)
+    seen, mask = (tree_mask(span, start + len(draft) + 3, each, torch.float32) for each in (None, window))
     assert span.positions() == [start + len(draft.path(node)) - 1 for node in range(stored, len(draft))]
     assert (span.count, span.end) == (len(draft) - stored, start + len(draft))
     for row, node in enumerate(range(stored, len(draft))):
         own, position = draft.path(node), start + len(draft.path(node)) - 1
-        assert seen[row].nonzero()[:, 0].tolist() == sorted(own)
+        assert (seen[row, start:] == 0).nonzero()[:, 0].tolist() == sorted(own)
         where = {column: column for column in range(start)}
         where |= {start + step: start + depth for depth, step in enumerate(own)}
         visible = {column for column, at in where.items() if window is None or position - at < window}
