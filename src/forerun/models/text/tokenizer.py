@@ -85,11 +85,7 @@ def check_compatible(
     Padding ids do not matter, nor do logits beyond the tokenizer, nor where the draft would end a text.
     """
     target_tokens, draft_tokens = ({index: token for token, index in each.items()} for each in (target, draft))
-    differing = [
-        index
-        for index in target_tokens.keys() | draft_tokens.keys()
-        if target_tokens.get(index) != draft_tokens.get(index)
-    ]
+    differing = {index for index, _ in target_tokens.items() ^ draft_tokens.items()}
     if differing:
         index = min(differing)
         raise ConfigError(

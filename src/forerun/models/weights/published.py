@@ -128,11 +128,8 @@ def read_dflash(folder: Path, num_layers: int) -> Read:
     if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
         raise ModelError(f"{folder} is not a DFlash drafter: its {CONFIG} has no usable sizes")
     keys = {**inner, **config, **own}
-    weights = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if name.removeprefix("model.") not in COPIES
-    }
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in COPIES}
     kind = config.get("speculators_model_type")
     if "hidden_norm.weight" not in weights or "fc.weight" not in weights or kind not in (None, *KINDS):
         raise ModelError(
