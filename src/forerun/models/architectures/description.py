@@ -103,7 +103,7 @@ class Attention:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). ``kv_a`` makes a row's latent, from
     which every head makes keys and values, and one rotated key for all heads. Queries come from the row, or from a
-    latent of their own where the config has a ``query_rank``. Checkpoints hold ``k_b`` and ``v_b`` of all heads as one
+    latent of their own where the config has a ``q_lora_rank``. Checkpoints hold ``k_b`` and ``v_b`` of all heads as one
     ``kv_b``."""
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -117,11 +117,6 @@ class LatentAttention:
     v_b: Name = Name("self_attn.v_b_proj.{}", "attn_v_b")
     kv_b: str = "self_attn.kv_b_proj.weight"
     """A checkpoint's tensor."""
-    rank: str = "kv_lora_rank"
-    query_rank: str = "q_lora_rank"
-    nope_dim: str = "qk_nope_head_dim"
-    rope_dim: str = "qk_rope_head_dim"
-    value_dim: str = "v_head_dim"
     interleaved: str | None = "rope_interleave"
     """Whether checkpoints have rotated pairs side by side; None: they do."""
     eps: float = 1e-6
@@ -231,7 +226,7 @@ class ExpertNorms:
 class PerLayerEmbeddings:
     """Embeddings of each token for each layer (Gemma 3n and 4): e = (norm(project(embedding)) + row of ``table``) /
     sqrt(2). A layer adds after(out(activation(gate(x)) * e)). The first three names are the model's, the others a
-    layer's. A ``width`` of 0 in the config: there are none."""
+    layer's. A ``hidden_size_per_layer_input`` of 0: there are none."""
 
     table: Name = Name("model.embed_tokens_per_layer", "per_layer_token_embd")
     project: Name = Name("model.per_layer_model_projection", "per_layer_model_proj")
@@ -239,8 +234,6 @@ class PerLayerEmbeddings:
     gate: Name = Name("per_layer_input_gate", "inp_gate")
     out: Name = Name("per_layer_projection", "proj")
     after: Name = Name("post_per_layer_input_norm", "post_norm")
-    width: str = "hidden_size_per_layer_input"
-    vocab: str = "vocab_size_per_layer_input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def tensors(spec: Spec, config: Any) -> dict[str, Axes]:
         result[f"{given.mix.checkpoint}.weight"] = (spec.hidden, 2 * spec.hidden)
     if spec.per_layer_width and (names := architecture.per_layer) is not None:
         every = len(spec.layers) * spec.per_layer_width
-        result[f"{names.table.checkpoint}.weight"] = (getattr(config, names.vocab), every)
+        result[f"{names.table.checkpoint}.weight"] = (config.vocab_size_per_layer_input, every)
         result[f"{names.project.checkpoint}.weight"] = (every, spec.hidden)
         result[f"{names.norm.checkpoint}.weight"] = (spec.per_layer_width,)
     for index, layer in enumerate(spec.layers):

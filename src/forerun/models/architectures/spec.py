@@ -41,6 +41,8 @@ OUTSIDE = -1
 TILED_HEADS = "tiled_heads"
 """A config key that GGUF files of delta nets get: see ``MixerSpec.tiled``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+"""Config keys of latent attention; queries have no latent where the last one is None."""
 ALL = "all layers"
 """The name of the rotary parameters in a model that has one set."""
 MLP_PARTS, MAMBA_PARTS = 2, 5
@@ -289,7 +291,7 @@ def _reasons(architecture: Architecture, config: Any) -> Iterator[str]:
     if mixer is not None and mixer.layer_type in config.layer_types:
         yield from _mixer_reasons(mixer, config)
     if architecture.latent is not None:
-        yield from _latent_reasons(architecture.latent, config)
+        yield from _latent_reasons(config)
     if experts is not None:
         yield from _experts_reasons(experts, config)
     if attention.rotary != "none":
@@ -340,16 +342,16 @@ def _not_integers(config: Any, keys: tuple[str, ...], least: int, most: int) -> 
             yield f"{key} is {shown(value)}, not an integer from {least} to {most}"
 
 
-def _latent_reasons(names: LatentAttention, config: Any) -> Iterator[str]:
-    for key in (names.rank, names.nope_dim, names.rope_dim, names.value_dim, names.query_rank):
+def _latent_reasons(config: Any) -> Iterator[str]:
+    for key in LATENT_SIZES:
         value = getattr(config, key, None)
-        if not (value is None and key == names.query_rank) and not COUNT.permits(value):
+        if not (value is None and key == LATENT_SIZES[-1]) and not COUNT.permits(value):
             yield f"{key} is {shown(value)}, not an integer of at least 1"
-    rope_dim, rope = getattr(config, names.rope_dim), config.rope_parameters or {}
+    rope_dim, rope = config.qk_rope_head_dim, config.rope_parameters or {}
     partial = float(rope.get("partial_rotary_factor") or 1.0)
     whole = rope.get("rope_type", "default") in ("default", "proportional")  # in transformers, of head_dim
     if rope_dim % 2 or int(config.head_dim * partial) != rope_dim or (whole and partial != 1.0):
-        yield f"{names.rope_dim} {rope_dim}, where rotary parameters rotate {partial:g} of {config.head_dim} numbers"
+        yield f"qk_rope_head_dim {rope_dim}, where rotary parameters rotate {partial:g} of {config.head_dim} numbers"
     if config.num_key_value_heads != config.num_attention_heads:
         yield f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
 
@@ -411,7 +413,6 @@ def bind(config: Any, architecture: Architecture | None = None) -> Spec:
     first = config.per_layer_config[0] if attention.per_layer_sizes else config
     head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = None if architecture.latent is None else _latent(architecture.latent, config)
-    table = architecture.per_layer
     divisor = _number(config, architecture.logits_divisor)
     return Spec(
         architecture=architecture,
@@ -433,7 +434,7 @@ def bind(config: Any, architecture: Architecture | None = None) -> Spec:
         intermediate=_intermediate(architecture.mlp, config),
         layers=tuple(_layer(architecture, config, index) for index in range(config.num_hidden_layers)),
         mixer=None if architecture.mixer is None else _mixer(architecture.mixer, config),
-        per_layer_width=0 if table is None else int(getattr(config, table.width) or 0),
+        per_layer_width=0 if architecture.per_layer is None else int(config.hidden_size_per_layer_input or 0),
         latent=latent,
         projection_scales=tuple(_projection_scales(architecture, config)),
     )
@@ -547,8 +548,7 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
 
 
 def _latent(names: LatentAttention, config: Any) -> LatentSpec:
-    keys = names.rank, names.query_rank, names.nope_dim, names.rope_dim, names.value_dim
-    rank, query_rank, nope_dim, rope_dim, value_dim = (int(getattr(config, key) or 0) for key in keys)
+    rank, nope_dim, rope_dim, value_dim, query_rank = (int(getattr(config, key) or 0) for key in LATENT_SIZES)
     interleaved = names.interleaved is None or bool(getattr(config, names.interleaved, True))
     return LatentSpec(rank, query_rank, nope_dim, rope_dim, value_dim, interleaved)
 
