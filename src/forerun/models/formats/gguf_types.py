@@ -76,9 +76,7 @@ def _fifth_bits(raw: Bytes, at: int) -> Bytes:
 
 def _six_bit_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
     """8 scales and 8 minima of 6 bits, which 12 bytes hold, [outputs, blocks] each."""
-    first, second, third = raw[..., :4], raw[..., 4:8], raw[..., 8:12]
-    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
-    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    scales, minima = quants.Q4_K.get_scale_min(raw.reshape(-1, 12))
     return scales.reshape(len(raw), -1), minima.reshape(len(raw), -1)
 
 
