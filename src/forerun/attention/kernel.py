@@ -48,11 +48,11 @@ class AttentionPlan(Metadata):
 
 
 class KernelAttention(Backend[AttentionPlan]):
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, layers: Sequence[int] | None = None) -> None:
+        """``layers``: the pool's that are read; None: all."""
         super().__init__(pool)
         self.call = kernels.kernel("attend", pool.dtype)
-        self.layers: Sequence[int] = range(len(pool.layers))
-        """The pool's layers that are read."""
+        self.layers: Sequence[int] = range(len(pool.layers)) if layers is None else layers
         self._keys: list[torch.Tensor] = []
         self._kv = self._shapes = array("q")
 

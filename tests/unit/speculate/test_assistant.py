@@ -148,7 +148,7 @@ def test_without_the_kernel_it_reads_the_same(pair):
     first = list(seen)
     seen.clear()
     drafter = llm.engine.router.drafters["mtp"]
-    drafter.attention = TargetReader(drafter.context.attention(), drafter.model.layers)
+    drafter.attention = TargetReader(drafter.context.attention().pool, drafter.model.layers)
     llm.generate(PROMPTS, GREEDY)
     assert seen == first
 

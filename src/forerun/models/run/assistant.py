@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from forerun.attention.base import Attention, Backend, Metadata, Query
+from forerun.attention.base import Backend, Metadata, Query
 from forerun.attention.kernel import AttentionPlan, KernelAttention, plan_reads
+from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.config import COUNT
 from forerun.core.errors import ModelError, shown
@@ -173,9 +174,9 @@ class TargetReader(Backend[Metadata]):
     """Attention over the target's cache: layer i reads the target's layer ``layers[i]``. Every span is one row, which
     attends to its sequence's first ``start`` entries, or the last ``window`` of them. Nothing is written."""
 
-    def __init__(self, attention: Attention, layers: Sequence[int]) -> None:
-        super().__init__(attention.pool)
-        self.layers = tuple(layers)
+    def __init__(self, pool: Pool, layers: Sequence[int]) -> None:
+        super().__init__(pool)
+        self.layers = layers
 
     def begin(self, batch: Batch) -> Metadata:
         _check_single(batch)
@@ -199,10 +200,6 @@ class TargetReader(Backend[Metadata]):
 
 class KernelTargetReader(KernelAttention):
     """``TargetReader`` on the kernel."""
-
-    def __init__(self, attention: Attention, layers: Sequence[int]) -> None:
-        super().__init__(attention.pool)
-        self.layers = tuple(layers)
 
     def begin(self, batch: Batch) -> AttentionPlan:
         _check_single(batch)

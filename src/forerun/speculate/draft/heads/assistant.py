@@ -85,7 +85,7 @@ class Assistant(Drafter[MtpConfig]):
         if self.attention is None:
             cache = self.context.attention()
             reader = KernelTargetReader if isinstance(cache, KernelAttention) else TargetReader
-            self.attention = reader(cache, model.layers)
+            self.attention = reader(cache.pool, model.layers)
         device, last = target.info.device, model.decoder.info.num_layers
         embedded = target.embed(torch.tensor(tokens, device=device))
         inputs = model.pre_projection(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
