@@ -3,53 +3,73 @@
 import numpy
 
 
-def chain(draft, depth):
+def along(depth, step):
+    """A chain: ``step(sketch, node, index)`` gives the node behind ``node``, or None where the draft ends."""
+
     def program(sketch):
         node = -1
-        for _ in range(depth):
-            node = sketch.draw(node, sketch.row(draft(sketch.path(node), 1)))
+        for index in range(depth):
+            if (node := step(sketch, node, index)) is None:
+                return
 
     return program
+
+
+def by_levels(depth, grow):
+    """A tree: ``grow(sketch, parent, level)`` adds the children of each node of a level."""
+
+    def program(sketch):
+        parents = [-1]
+        for level in range(depth):
+            first = len(sketch.draft)
+            for parent in parents:
+                grow(sketch, parent, level)
+            parents = list(range(first, len(sketch.draft)))
+
+    return program
+
+
+def draw(sketch, node, q):
+    return sketch.draw(node, sketch.row(q))
+
+
+def guess(sketch, node, q):
+    """A point mass: the most likely token of q, whatever it is."""
+    return sketch.draft.add(int(q.argmax()), node)
+
+
+def siblings(sketch, parent, q, count, *, replacement):
+    """Draws from one row of q."""
+    row, gone = sketch.row(q), []
+    for _ in range(count):
+        if not replacement and numpy.count_nonzero(numpy.delete(q, gone)) == 0:
+            break
+        node = sketch.draw(parent, row, () if replacement else tuple(gone))
+        gone.append(sketch.draft.tokens[node])
+
+
+def chain(draft, depth, drafter=1):
+    return along(depth, lambda sketch, node, _: draw(sketch, node, draft(sketch.path(node), drafter)))
 
 
 def stopping_chain(draft, depth):
     """Stops where the kept prefix says so: lossless, since no drawn token is taken back."""
 
-    def program(sketch):
-        node = -1
-        for _ in range(depth):
-            row = draft(sketch.path(node), 1)
-            if node >= 0 and row.max() < 0.6:
-                return
-            node = sketch.draw(node, sketch.row(row))
+    def step(sketch, node, _):
+        q = draft(sketch.path(node), 1)
+        return None if node >= 0 and q.max() < 0.6 else draw(sketch, node, q)
 
-    return program
+    return along(depth, step)
 
 
 def point_chain(draft, depth):
-    """Point masses: the most likely token of q, whatever it is."""
-
-    def program(sketch):
-        node = -1
-        for _ in range(depth):
-            node = sketch.draft.add(int(draft(sketch.path(node), 1).argmax()), node)
-
-    return program
+    return along(depth, lambda sketch, node, _: guess(sketch, node, draft(sketch.path(node), 1)))
 
 
 def half_point_chain(draft, depth):
     """Point masses and draws in turn."""
-
-    def program(sketch):
-        node = -1
-        for index in range(depth):
-            row = draft(sketch.path(node), 1)
-            if index % 2:
-                node = sketch.draft.add(int(row.argmax()), node)
-            else:
-                node = sketch.draw(node, sketch.row(row))
-
-    return program
+    ways = draw, guess
+    return along(depth, lambda sketch, node, index: ways[index % 2](sketch, node, draft(sketch.path(node), 1)))
 
 
 def nothing(sketch):
@@ -59,43 +79,20 @@ def nothing(sketch):
 def tree(draft, widths, *, replacement):
     """Children of every node of a level, drawn from one row of q."""
 
-    def program(sketch):
-        level = [-1]
-        for width in widths:
-            first = len(sketch.draft)
-            for parent in level:
-                q = draft(sketch.path(parent), 1)
-                row = sketch.row(q)
-                gone = []
-                for _ in range(width):
-                    if not replacement and numpy.count_nonzero(numpy.delete(q, gone)) == 0:
-                        break
-                    node = sketch.draw(parent, row, () if replacement else tuple(gone))
-                    gone.append(sketch.draft.tokens[node])
-            level = list(range(first, len(sketch.draft)))
+    def grow(sketch, parent, level):
+        siblings(sketch, parent, draft(sketch.path(parent), 1), widths[level], replacement=replacement)
 
-    return program
+    return by_levels(len(widths), grow)
 
 
 def uneven(draft, *, replacement):
     """A tree whose widths depend on the prefix: leaves at every depth."""
 
-    def program(sketch):
-        level = [-1]
-        for depth in range(2):
-            first = len(sketch.draft)
-            for parent in level:
-                path = sketch.path(parent)
-                row = sketch.row(draft(path, 1))
-                gone = []
-                for _ in range((sum(path) + len(path) + depth) % 2 + 1):
-                    if not replacement and numpy.count_nonzero(numpy.delete(sketch.rows[row], gone)) == 0:
-                        break
-                    node = sketch.draw(parent, row, () if replacement else tuple(gone))
-                    gone.append(sketch.draft.tokens[node])
-            level = list(range(first, len(sketch.draft)))
+    def grow(sketch, parent, level):
+        path = sketch.path(parent)
+        siblings(sketch, parent, draft(path, 1), (sum(path) + len(path) + level) % 2 + 1, replacement=replacement)
 
-    return program
+    return by_levels(2, grow)
 
 
 def several(draft, count, depth):
@@ -103,9 +100,7 @@ def several(draft, count, depth):
 
     def program(sketch):
         for drafter in range(1, count + 1):
-            node = -1
-            for _ in range(depth):
-                node = sketch.draw(node, sketch.row(draft(sketch.path(node), drafter)))
+            chain(draft, depth, drafter)(sketch)
 
     return program
 
@@ -113,29 +108,19 @@ def several(draft, count, depth):
 def model_and_guess(draft):
     """Two draws, and a point mass between them at every node: an n-gram's guess beside a model's draws."""
 
-    def program(sketch):
-        level = [-1]
-        for _ in range(2):
-            first = len(sketch.draft)
-            for parent in level:
-                path = sketch.path(parent)
-                sketch.draw(parent, sketch.row(draft(path, 1)))
-                sketch.draft.add(int(draft(path, 2).argmax()), parent)
-            level = list(range(first, len(sketch.draft)))
+    def grow(sketch, parent, _):
+        path = sketch.path(parent)
+        draw(sketch, parent, draft(path, 1))
+        guess(sketch, parent, draft(path, 2))
 
-    return program
+    return by_levels(2, grow)
 
 
 def point_tree(draft, width, depth):
     """The most likely tokens of q, as point masses."""
 
-    def program(sketch):
-        level = [-1]
-        for _ in range(depth):
-            first = len(sketch.draft)
-            for parent in level:
-                for token in numpy.argsort(-draft(sketch.path(parent), 1))[:width]:
-                    sketch.draft.add(int(token), parent)
-            level = list(range(first, len(sketch.draft)))
+    def grow(sketch, parent, _):
+        for token in numpy.argsort(-draft(sketch.path(parent), 1))[:width]:
+            sketch.draft.add(int(token), parent)
 
-    return program
+    return by_levels(depth, grow)

@@ -1,6 +1,9 @@
 """The distribution of the output equals the target's, for every rule that compares p and q, by enumeration."""
 
-import functools
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import product
+from typing import NamedTuple
 
 import numpy
 import programs
@@ -11,6 +14,7 @@ from enumeration import (
     GREEDY,
     HOT,
     TORCH,
+    Program,
     Sketch,
     Tables,
     distance,
@@ -20,7 +24,7 @@ from enumeration import (
     variants,
 )
 
-from forerun import kernels, theory
+from forerun import SamplingParams, kernels, theory
 from forerun.core.errors import ConfigError
 from forerun.speculate.accept import RatioRule, rules
 from forerun.speculate.accept.chains import Lenient, LenientConfig
@@ -40,7 +44,7 @@ def form(request):
 def error(form, rule, program, target, length, rounds, params=HOT):
     """How far ``rounds`` rounds in a row are from the distribution of ``length`` tokens."""
     prefix = (0,)
-    step = functools.cache(lambda before: round_distribution(form, rule, program, target, before, params))
+    step = cache(lambda before: round_distribution(form, rule, program, target, before, params))
     aim = target
     if params.greedy:
         aim = Tables(0, target.vocab)
@@ -52,25 +56,6 @@ def one_hot(row):
     return numpy.eye(len(row))[row.argmax()]
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("vocab", [2, 3])
-def test_chains(form, name, vocab):
-    for seed in range(3):
-        target, draft = Tables(seed, vocab), Tables(seed + 100, vocab)
-        for rule in variants(name):
-            for depth in (1, 2, 3):
-                assert error(form, rule, programs.chain(draft, depth), target, depth + 1, 1) < form.exact
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("make", [programs.stopping_chain, programs.point_chain, programs.half_point_chain])
-def test_other_chains(form, name, make):
-    for seed in range(4):
-        target, draft = Tables(seed, 3), Tables(seed + 100, 3, sharpness=2.0)
-        for rule in variants(name):
-            assert error(form, rule, make(draft, 3), target, 4, 1) < form.exact
-
-
 class Reduced(Tables):
     """Knows a part of the vocabulary: all but the first token."""
 
@@ -80,86 +65,57 @@ class Reduced(Tables):
         return row / row.sum()
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_tokens_that_are_never_drafted(form, name):
-    for seed in range(3):
-        target, draft = Tables(seed, 4), Reduced(seed + 100, 4)
-        assert min(target((0,))) > 0
+class Case(NamedTuple):
+    """Rounds of ``make(draft)``, or of a tree that draws with ``replacement`` or without, as the rule does."""
+
+    make: Callable[..., Program]
+    tokens: int
+    rounds: int = 1
+    vocab: int = 2
+    seeds: Iterable[int] = range(2)
+    draft: Callable[..., Tables] = Tables
+    params: SamplingParams = HOT
+    replaces: bool = False
+
+
+def tree(*widths):
+    return {"make": partial(programs.tree, widths=widths), "tokens": len(widths) + 1, "replaces": True}
+
+
+CHAINS = {
+    **{f"chain of {depth}, {vocab} tokens": Case(partial(programs.chain, depth=depth), depth + 1, 1, vocab, range(3))
+       for depth in (1, 2, 3) for vocab in (2, 3)},
+    **{make.__name__: Case(partial(make, depth=3), 4, 1, 3, range(4), partial(Tables, sharpness=2.0))
+       for make in (programs.stopping_chain, programs.point_chain, programs.half_point_chain)},
+    "tokens that are never drafted": Case(partial(programs.chain, depth=2), 3, 2, 4, range(3), Reduced),
+    "several rounds": Case(partial(programs.chain, depth=2), 5, 3, seeds=[7]),
+    "no draft": Case(lambda draft: programs.nothing, 1, 1, 3, [1]),
+    "greedy": Case(partial(programs.point_chain, depth=3), 4, 2, 3, range(4), params=GREEDY),
+}  # fmt: skip
+OF_TREES = {
+    **{f"tree {widths}": Case(**tree(*widths), vocab=vocab)
+       for widths, vocab in (((2,), 3), ((3,), 3), ((2, 1), 2), ((1, 2), 2), ((2, 2), 2))},
+    "a wider vocabulary": Case(**tree(2, 1), vocab=3, seeds=[3]),
+    "tree with tokens that are never drafted": Case(**tree(2, 1), vocab=4, seeds=range(3), draft=Reduced),
+    "uneven trees over rounds": Case(programs.uneven, 4, 3, replaces=True),
+    "three drafters in one tree": Case(partial(programs.several, count=3, depth=1), 2),
+    "two drafters in one tree": Case(partial(programs.several, count=2, depth=2), 4, 2),
+    "draws beside point masses": Case(programs.model_and_guess, 3),
+    "point masses in a tree": Case(partial(programs.point_tree, width=2, depth=2), 3),
+    "greedy trees": Case(partial(programs.point_tree, width=2, depth=2), 4, 2, 3, range(4), params=GREEDY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "case"), [*product(LOSSLESS, CHAINS), *product(TREES, OF_TREES)])
+def test_the_law_is_the_targets(form, name, case):
+    """At temperature 0 that is the argmax, whether the drafter was right or not."""
+    make, tokens, rounds, vocab, seeds, table, params, replaces = (CHAINS | OF_TREES)[case]
+    for seed in seeds:
+        target, draft = Tables(seed, vocab), table(seed + 100, vocab)
+        assert table is not Reduced or min(target((0,))) > 0
         for rule in variants(name):
-            assert error(form, rule, programs.chain(draft, 2), target, 3, 2) < form.exact
-            if rule.trees:
-                program = programs.tree(draft, (2, 1), replacement=rule.replacement)
-                assert error(form, rule, program, target, 3, 1) < form.exact
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_several_rounds(form, name):
-    target, draft = Tables(7, 2), Tables(107, 2)
-    for rule in variants(name):
-        assert error(form, rule, programs.chain(draft, 2), target, 5, 3) < form.exact
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_no_draft_is_plain_decoding(form, name):
-    target = Tables(1, 3)
-    for rule in variants(name):
-        distribution = round_distribution(form, rule, programs.nothing, target, (0,))
-        assert distance(distribution, plain_distribution(target, (0,), 1)) < form.exact
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_greedy(form, name):
-    """At temperature 0 the emitted tokens are the argmax, whether the drafter was right or not."""
-    for seed in range(4):
-        target, draft = Tables(seed, 3), Tables(seed + 100, 3)
-        for rule in variants(name):
-            assert error(form, rule, programs.point_chain(draft, 3), target, 4, 2, GREEDY) < form.exact
-            if rule.trees:
-                assert error(form, rule, programs.point_tree(draft, 2, 2), target, 4, 2, GREEDY) < form.exact
-
-
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (1, 2), (2, 2)])
-def test_trees(form, name, widths):
-    for seed in range(2):
-        target, draft = Tables(seed, 3 if len(widths) == 1 else 2), Tables(seed + 100, 3 if len(widths) == 1 else 2)
-        for rule in variants(name):
-            program = programs.tree(draft, widths, replacement=rule.replacement)
-            assert error(form, rule, program, target, len(widths) + 1, 1) < form.exact
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_wider_vocabulary(form, name):
-    target, draft = Tables(3, 3), Tables(103, 3)
-    for rule in variants(name):
-        assert error(form, rule, programs.tree(draft, (2, 1), replacement=rule.replacement), target, 3, 1) < form.exact
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_uneven_trees_over_rounds(form, name):
-    for seed in range(2):
-        target, draft = Tables(seed, 2), Tables(seed + 100, 2)
-        for rule in variants(name):
-            program = programs.uneven(draft, replacement=rule.replacement)
-            assert error(form, rule, program, target, 4, 3) < form.exact
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_several_drafters_in_one_tree(form, name):
-    for seed in range(2):
-        target, draft = Tables(seed, 2), Tables(seed + 100, 2)
-        for rule in variants(name):
-            assert error(form, rule, programs.several(draft, 3, 1), target, 2, 1) < form.exact
-            assert error(form, rule, programs.several(draft, 2, 2), target, 4, 2) < form.exact
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_draws_beside_point_masses(form, name):
-    for seed in range(2):
-        target, draft = Tables(seed, 2), Tables(seed + 100, 2)
-        for rule in variants(name):
-            assert error(form, rule, programs.model_and_guess(draft), target, 3, 1) < form.exact
-            assert error(form, rule, programs.point_tree(draft, 2, 2), target, 3, 1) < form.exact
+            program = make(draft, replacement=rule.replacement) if replaces else make(draft)
+            assert error(form, rule, program, target, tokens, rounds, params) < form.exact
 
 
 def accepted(form, rule, program, target):
@@ -269,7 +225,7 @@ def test_lenient_chain_stays_within_its_bound(form):
     rule = Lenient(LenientConfig(lenience))
     for seed in range(4):
         target, program = Tables(seed, 2), programs.chain(Tables(seed + 100, 2), 2)
-        step = functools.partial(round_distribution, form, rule, program, target)
+        step = partial(round_distribution, form, rule, program, target)
         plain = plain_distribution(target, (0,), 3)
         for tokens, mass in rounds_distribution(step, target, (0,), 3, 2).items():
             assert mass <= plain[tokens] / lenience**3 + form.exact

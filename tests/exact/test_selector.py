@@ -4,6 +4,7 @@ another row at every node. With that row, rules that compare p and q emit the ta
 from types import SimpleNamespace
 
 import numpy
+import programs
 import pytest
 import torch
 from enumeration import TORCH, Tables, distance, plain_distribution, round_distribution
@@ -60,20 +61,15 @@ class Block:
     def program(self, widths, temperature, *, selects=True):
         """A chain, or a tree with children drawn with replacement: tokens come from ``law``, q from the drafter."""
 
-        def program(sketch):
-            level = [-1]
-            for width in widths:
-                first = len(sketch.draft)
-                for parent in level:
-                    path = tuple(sketch.draft.path_tokens(parent))
-                    q = self.drafters_q(sketch.prefix, path, temperature)
-                    row = sketch.row(q if selects else self.law(sketch.prefix, path, temperature, selects=False))
-                    law = self.law(sketch.prefix, path, temperature)
-                    for _ in range(width):
-                        sketch.draft.add(sketch.choices.choose(law), parent, row)
-                level = list(range(first, len(sketch.draft)))
+        def grow(sketch, parent, level):
+            path = tuple(sketch.draft.path_tokens(parent))
+            q = self.drafters_q(sketch.prefix, path, temperature)
+            row = sketch.row(q if selects else self.law(sketch.prefix, path, temperature, selects=False))
+            law = self.law(sketch.prefix, path, temperature)
+            for _ in range(widths[level]):
+                sketch.draft.add(sketch.choices.choose(law), parent, row)
 
-        return program
+        return programs.by_levels(len(widths), grow)
 
 
 def errors(name, block, widths, temperature, *, selects=True):
