@@ -6,6 +6,7 @@ import pytest
 from running import HERMES, client_of, run_server
 
 from forerun import LLM, pretrained
+from forerun.engine.async_engine import AsyncEngine
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.app import ServerOptions
 from tiny import tiny_llama
@@ -52,6 +53,16 @@ def slower_rounds(served, slow_rounds, monkeypatch):
     """Rounds so slow that a long answer still runs when its first words have been read on a busy machine."""
     step = served.engine.step
     monkeypatch.setattr(served.engine, "step", lambda: time.sleep(10 * ROUND) or step())
+
+
+@pytest.fixture
+def engine(served):
+    """It has its own thread, which has ended on leaving, and no page is held."""
+    asynchronous = AsyncEngine(served.engine, max_queue=4, max_backlog=8)
+    yield asynchronous
+    asynchronous.close()
+    assert not served.engine.jobs
+    served.engine.check()
 
 
 @pytest.fixture(scope="module")

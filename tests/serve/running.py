@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 
 import httpx2
 import openai
@@ -91,6 +92,16 @@ def chatted(server, messages=ASK, **more):
     answer = server.post("/v1/chat/completions", {"messages": messages, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def in_loop(test):
+    """An asynchronous test, in an event loop of its own."""
+
+    @wraps(test)
+    def run(*given, **named):
+        return asyncio.run(asyncio.wait_for(test(*given, **named), 60))
+
+    return run
 
 
 def closed(properties, *required, **more):

@@ -9,7 +9,7 @@ import time
 
 import httpx2
 import pytest
-from running import ASK, wait_idle
+from running import ASK, in_loop, wait_idle
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError
@@ -23,25 +23,12 @@ PARAMS = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(served):
-    asynchronous = AsyncEngine(served.engine)
-    yield asynchronous
-    asynchronous.close()
-    assert not served.engine.jobs
-    served.engine.check()
-
-
-@pytest.fixture
 def free(engine):
     """The engine's thread is busy, as with a long round, until this is called."""
     gate = threading.Event()
     engine.post(lambda: gate.wait(30) and None)
     yield gate.set
     gate.set()
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 20))
 
 
 async def submitting(engine, **choices):
@@ -52,61 +39,52 @@ async def submitting(engine, **choices):
 
 
 @pytest.mark.usefixtures("free")
-def test_draining(engine):
-    async def work():
-        task = await submitting(engine)
-        await engine.drain(0.0)
-        with pytest.raises(ClosedError, match="shut down before this request ended"):
-            await task
-
-    run(work())
+@in_loop
+async def test_draining(engine):
+    task = await submitting(engine)
+    await engine.drain(0.0)
+    with pytest.raises(ClosedError, match="shut down before this request ended"):
+        await task
 
 
 @pytest.mark.usefixtures("free")
-def test_being_late(engine):
-    async def work():
-        with pytest.raises(TimeLimitError, match=r"within 0\.05 seconds"):
-            await engine.submit(PROMPT, PARAMS, timeout=0.05)
-        assert not engine.streams
-
-    run(work())
+@in_loop
+async def test_being_late(engine):
+    with pytest.raises(TimeLimitError, match=r"within 0\.05 seconds"):
+        await engine.submit(PROMPT, PARAMS, timeout=0.05)
+    assert not engine.streams
 
 
-def test_being_cancelled(engine, free):
-    async def work():
-        task = await submitting(engine, timeout=30)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not engine.streams
-        before = engine.engine.stats.prompt_tokens
-        free()
-        await (await engine.submit(PROMPT, PARAMS)).read()
-        assert engine.engine.stats.prompt_tokens == before + len(PROMPT)
-
-    run(work())
+@in_loop
+async def test_being_cancelled(engine, free):
+    task = await submitting(engine, timeout=30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not engine.streams
+    before = engine.engine.stats.prompt_tokens
+    free()
+    await (await engine.submit(PROMPT, PARAMS)).read()
+    assert engine.engine.stats.prompt_tokens == before + len(PROMPT)
 
 
-def test_closing(engine, free):
+@in_loop
+async def test_closing(engine, free):
     """One waits for the engine to take its request, one for its next token."""
-
-    async def work():
-        waiting = await submitting(engine)
-        free()
-        stream = await waiting
-        reading = asyncio.create_task(_rest(stream))
-        gate = threading.Event()
-        engine.post(lambda: gate.wait(30) and None)
-        late = asyncio.create_task(engine.submit(PROMPT, PARAMS))
-        await asyncio.sleep(0)
-        threading.Timer(0.1, gate.set).start()
-        engine.close()
-        for task in (late, reading):
-            with pytest.raises(ForerunError, match="the engine was closed") as raised:
-                await task
-            assert isinstance(raised.value, ClosedError)
-
-    run(work())
+    waiting = await submitting(engine)
+    free()
+    stream = await waiting
+    reading = asyncio.create_task(_rest(stream))
+    gate = threading.Event()
+    engine.post(lambda: gate.wait(30) and None)
+    late = asyncio.create_task(engine.submit(PROMPT, PARAMS))
+    await asyncio.sleep(0)
+    threading.Timer(0.1, gate.set).start()
+    engine.close()
+    for task in (late, reading):
+        with pytest.raises(ForerunError, match="the engine was closed") as raised:
+            await task
+        assert isinstance(raised.value, ClosedError)
 
 
 async def _rest(stream):

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from running import TEMPLATE, until
+from running import TEMPLATE, in_loop, until
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import ConfigError
@@ -112,35 +112,29 @@ def shown(status, body):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_lost_goes_on_with_the_same_tokens(asked, case):
+@in_loop
+async def test_what_is_lost_goes_on_with_the_same_tokens(asked, case):
     """Before the replica says anything, before the first token, in the middle."""
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **CASES[case]}
-
-    async def compare():
-        undisturbed = shown(*await asked()[0]("/v1/completions", body))
-        lost = 0
-        for life in range(-1, 11, 4):
-            lives = itertools.chain([life, life + 1, 1], FOREVER)
-            ask, lossy, pool = asked(lives)
-            assert shown(*await ask("/v1/completions", body)) == undisturbed
-            assert pool.moved == lossy.lost
-            lost += lossy.lost
-        return lost
-
-    assert asyncio.run(compare()) >= 3
+    undisturbed = shown(*await asked()[0]("/v1/completions", body))
+    lost = 0
+    for life in range(-1, 11, 4):
+        lives = itertools.chain([life, life + 1, 1], FOREVER)
+        ask, lossy, pool = asked(lives)
+        assert shown(*await ask("/v1/completions", body)) == undisturbed
+        assert pool.moved == lossy.lost
+        lost += lossy.lost
+    assert lost >= 3
 
 
-def test_it_is_the_answer_of_one_engine(asked, served, plain):
+@in_loop
+async def test_it_is_the_answer_of_one_engine(asked, served, plain):
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
     stopped = replace(params, stop=[plain({"prompt_token_ids": PROMPT}, params).text[20:24]])
-
-    async def ask(given, **rest):
-        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0.9, "seed": 11, "ignore_eos": True, **rest}
-        return shown(*await asked(itertools.chain([5, 3], FOREVER))[0]("/v1/completions", body))[0]
-
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0.9, "seed": 11, "ignore_eos": True}
     for given, rest in ((params, {}), (stopped, {"stop": stopped.stop})):
         one = plain({"prompt_token_ids": PROMPT}, given)
-        answer = asyncio.run(ask(given, **rest))
+        (answer,) = shown(*await asked(itertools.chain([5, 3], FOREVER))[0]("/v1/completions", body | rest))
         assert (answer["text"], answer["finish_reason"]) == (one.text, one.finish_reason)
 
 
@@ -158,20 +152,17 @@ def test_who_names_no_seed_gets_one_first(asked, plain):
     assert choices[0]["text"] != choices[1]["text"]
 
 
-def test_a_stream_repeats_nothing(asked, plain):
+@in_loop
+async def test_a_stream_repeats_nothing(asked, plain):
     """At the engine's side of the API, where a stream's pieces can be counted."""
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=2, ignore_eos=True)
     one = plain({"prompt_token_ids": PROMPT}, params)
-
-    async def read(pool):
-        stream = await pool.submit(PROMPT, params)
-        deltas = [delta async for delta in stream]
-        return [token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas)
-
     draw = random.Random(0)
     lives = itertools.chain((draw.randrange(2, 6) for _ in range(8)), FOREVER)
     _, lossy, pool = asked(lives)
-    assert asyncio.run(read(pool)) == (list(one.token_ids), one.text)
+    deltas = [delta async for delta in await pool.submit(PROMPT, params)]
+    assert [token for delta in deltas for token in delta.token_ids] == list(one.token_ids)
+    assert "".join(delta.text for delta in deltas) == one.text
     assert lossy.lost == 8
     assert not pool.streams
     assert not pool._tasks
@@ -235,22 +226,18 @@ def test_replicas_are_alike():
 
 
 @pytest.mark.parametrize("life", [-1, 0, 3])
-def test_beams_are_one_engines(asked, served, life):
+@in_loop
+async def test_beams_are_one_engines(asked, served, life):
     """Whatever is lost of a search, another replica searches again: nothing of it is random, nothing is told twice."""
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never", num_return_sequences=2)
     (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
-
-    async def read(pool):
-        stream = await pool.submit(PROMPT, params)
-        deltas = [delta async for delta in stream]
-        told = [(delta.index, delta.text, delta.finish.reason if delta.finish else None) for delta in deltas]
-        return told, stream.jobs[1].metrics.num_drafts
-
     _, lossy, pool = asked(itertools.chain([life, life], FOREVER))
-    told, drafts = asyncio.run(read(pool))
+    stream = await pool.submit(PROMPT, params)
+    deltas = [delta async for delta in stream]
+    told = [(delta.index, delta.text, delta.finish.reason if delta.finish else None) for delta in deltas]
     answers = [[*sequence.tokens[len(PROMPT) :]] for sequence in result.sequences]
     assert told == [(index, served.tokenizer.decode(ids), "length") for index, ids in enumerate(answers)]
-    assert (drafts > 0, lossy.lost) == (True, 2)
+    assert (stream.jobs[1].metrics.num_drafts > 0, lossy.lost) == (True, 2)
     assert all(request.committed == () for request in lossy.requests)
     assert not pool.streams
 
@@ -267,30 +254,26 @@ def test_beams_over_the_api(asked, served):
     assert (status, answer["error"]["param"]) == (400, "beam_width")
 
 
-def test_errors_are_the_requests(asked):
-    async def ask(**body):
-        return await asked()[0]("/v1/completions", {"prompt": PROMPT, **body})
-
+@in_loop
+async def test_errors_are_the_requests(asked):
     for body, param in (
         ({"prompt": [4096]}, "prompt"),
         ({"prompt": [1] * 600}, "prompt"),
         ({"speculative": {"method": "table"}}, "speculative.method"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ):
-        status, answer = asyncio.run(ask(**body))
+        status, answer = await asked()[0]("/v1/completions", {"prompt": PROMPT, **body})
         assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-def test_who_leaves_is_forgotten(asked, replicas):
-    async def leave(pool):
-        stream = await pool.submit(PROMPT, SamplingParams(max_tokens=400, n=3, ignore_eos=True))
-        await stream.read()
-        stream.abort()
-        engines = [replica.engine for replica in replicas]
-        await asyncio.to_thread(until, lambda: not any(each.streams or each.engine.jobs for each in engines))
-
+@in_loop
+async def test_who_leaves_is_forgotten(asked, replicas):
     pool = asked()[2]
-    asyncio.run(leave(pool))
+    stream = await pool.submit(PROMPT, SamplingParams(max_tokens=400, n=3, ignore_eos=True))
+    await stream.read()
+    stream.abort()
+    engines = [replica.engine for replica in replicas]
+    await asyncio.to_thread(until, lambda: not any(each.streams or each.engine.jobs for each in engines))
     assert not pool.streams
 
 

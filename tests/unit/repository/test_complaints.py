@@ -28,7 +28,7 @@ def collected(files):
     result = set()
     for file in files:
         for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
                 marks = {ast.unparse(mark) for mark in node.decorator_list}
                 if not any(re.search(r"\bmark\.full\b|\belsewhere\b", mark) for mark in marks):
                     result.add(f"{file}::{node.name}")
