@@ -58,7 +58,7 @@ def kernels_for(*machine, **which):
 
 
 @contextmanager
-def threads(count):
+def torch_threads(count):
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -70,6 +70,13 @@ def handlers():
     logger.handlers[:] = before
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Triton's kernels run under its interpreter where there is no GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("FORERUN_INTERPRET", "1")
+
+
 @pytest.fixture(params=["kernel", "torch"])
 def cpu_attention(request, monkeypatch):
     """Caches made in the test attend through our kernel where it is here, then through torch."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from built import torch_threads
 from forerun.attention.base import Query
 from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
@@ -180,7 +181,7 @@ def test_sinks(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
     """Decoded one by one, in ragged chunks, beside others, in pages or not, as a path of a tree: the same bits."""
-    count, start, before = 300, 250, torch.get_num_threads()
+    count, start = 300, 250
     whole = Case(dtype, 6, 2, width, 128)
     q, k, v = whole.rows(count)
 
@@ -190,8 +191,7 @@ def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
         return case.run([Span(0, begin, [1] * (end - begin), **span), *more], *sides, window=window)[: end - begin]
 
     expected = feed(whole, 0, count)
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         singly, ragged = Case(dtype, 6, 2, width, 128), Case(dtype, 6, 2, width, 5, seed=1)
         assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), expected)
         cuts = [0, 3, 4, 40, 57, 58, 126, 130, 257, 258, count]
@@ -206,8 +206,6 @@ def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
             side[1::2] += 1
         got = tree.run([Span(0, start, [1] * 9, parents)], *sides, window=window)
         assert torch.equal(got[0::2], expected[start : start + 5])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,16 +13,12 @@ from forerun.core.batch import Batch, Span
 from here import where
 from refusals import refused
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 SHAPE, HEADS = KVShape(2, 16, 16), 4
 STARTS = {0: 0, 1: 3, 2: 21, 3: 70}
 CPU, GPU = torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = [SdpaAttention, TritonAttention, *where(can_attend(torch.float32, CPU, (SHAPE,)), [KernelAttention])]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("FORERUN_INTERPRET", "1")
 
 
 def batch_and_rows(attention, device, count):

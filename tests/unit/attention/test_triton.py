@@ -9,14 +9,7 @@ from forerun.attention.triton import TritonAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("FORERUN_INTERPRET", "1")
-
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("interpreted")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [

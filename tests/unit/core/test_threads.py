@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import forerun
+from built import torch_threads
 from forerun import LLM, ConfigError, RequestError, SamplingParams, kernels
 from forerun.cli.console import set_threads
 from forerun.core.threads import CoresLeft, Threads, usable_cores
@@ -461,10 +462,8 @@ def test_torch_leaves_the_cores_to_the_kernels(two_threads):
 
 @pytest.fixture
 def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.parametrize(("path", "expected"), [("native", 1), ("hf", 2)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from built import kept, kernels_for, threads
+from built import kept, kernels_for, torch_threads
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
@@ -159,9 +159,9 @@ def test_threads_change_no_bit(form):
     layer = TiledLinear(weight.bfloat16(), None) if form == "bfloat16" else ON_CPU[form].make(weight, None)
     use(layer, prefetch.NEAR if form == "bfloat16" else prefetch.TILED)
     x = torch.randn(70, 512).bfloat16()
-    with threads(1):
+    with torch_threads(1):
         expected = layer(x)
-    with threads(2):
+    with torch_threads(2):
         assert torch.equal(layer(x), expected)
 
 

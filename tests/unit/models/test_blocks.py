@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from built import kept, threads
+from built import kept, torch_threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
@@ -175,7 +175,7 @@ def test_what_is_not_finite_is_not_hidden(kind, bad):
 def test_threads_change_no_bit(kind):
     layer, x = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512)
     expected = layer(x)
-    with threads(2):
+    with torch_threads(2):
         assert torch.equal(layer(x), expected)
 
 

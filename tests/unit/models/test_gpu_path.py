@@ -37,11 +37,6 @@ def target(tmp_path_factory):
     return save_checkpoint(tiny_llama(**SIZES), tmp_path_factory.mktemp("gpu") / "target")
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setenv("FORERUN_INTERPRET", "1")
-
-
 def answers(target, **options):
     llm = LLM(target, device="cpu", dtype="float32", max_model_len=64, **options)
     shared = {"seed": 7, "max_tokens": 5, "ignore_eos": True}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from built import torch_threads
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models.formats import plain
@@ -90,13 +91,10 @@ def test_head_widths_that_are_no_power_of_two(dtype, width):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_whatever_the_number_of_threads_when_it_was_loaded(threads):
-    model, before = build(weights="plain"), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    model = build(weights="plain")
+    with torch_threads(threads):
         assert self_test(model, rows=20, chunks=(5,)) == []
         assert model.tiles.threads == threads
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_self_test_reports_a_dependence():

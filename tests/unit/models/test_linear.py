@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from built import threads
+from built import torch_threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.models import formats
@@ -229,9 +229,9 @@ def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
 def test_threads_change_no_bit(dtype, how):
     weight, x = cancelling(500, 260, dtype)
     layer = formats.make_linear(weight, None, how)
-    with threads(1):
+    with torch_threads(1):
         expected = layer(x)
-    with threads(2):
+    with torch_threads(2):
         assert torch.equal(layer(x), expected)
 
 

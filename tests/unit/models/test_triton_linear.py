@@ -13,17 +13,11 @@ from forerun.models.formats.int8 import Levels
 from forerun.models.kinds import TRITON_BLOCKS
 from forerun.models.run.rows import TritonNorm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("interpreted")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 COUNTS = (1, 2, 5, 16, 17, 64)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("FORERUN_INTERPRET", "1")
 
 
 def random_six(outputs, inputs):

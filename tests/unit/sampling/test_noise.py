@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from built import torch_threads
 from forerun.sampling.noise import Gumbel, fold, target_key, uniform
 
 GOOD = 1e-4
@@ -148,9 +149,7 @@ def test_every_entry_is_the_formula(way):
     ("vocab", "count", "threads"), [(5, 19, 1), (98, 19, 1), (4096, 19, 1), (33_000, 19, 1), (40_001, 3, 2)]
 )
 def test_a_row_is_the_same_alone_and_among_others(vocab, count, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         keys = [target_key(3, position) for position in range(count)]
         together = Gumbel(vocab).rows(keys)
         mixed = Gumbel(vocab)
@@ -158,8 +157,6 @@ def test_a_row_is_the_same_alone_and_among_others(vocab, count, threads):
         assert torch.equal(mixed.rows(keys), together)
         for key, row in zip(keys, together):
             assert torch.equal(Gumbel(vocab).rows([key])[0], row)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_full_store_forgets_without_changing():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from built import torch_threads
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.sampling.compiled import can_sample
@@ -150,9 +151,7 @@ def test_a_row_is_warped_alike_alone_and_among_others(size, count, threads):
         Row(RequestState(i, [1, 2, 3, 4], 2, SamplingParams(**MIXES[(i + i // 10) % len(MIXES)]), seed=0))
         for i in range(count)
     ]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         together = warp(logits.clone(), rows)
         thresholds = torch.softmax(together, dim=-1)
         for i, each in enumerate(rows):
@@ -162,5 +161,3 @@ def test_a_row_is_warped_alike_alone_and_among_others(size, count, threads):
         for first in range(0, count, 5):
             part = slice(first, first + 5)
             assert torch.equal(warp(logits[part].clone(), rows[part]), together[part])
-    finally:
-        torch.set_num_threads(before)

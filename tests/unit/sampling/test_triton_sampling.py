@@ -8,13 +8,9 @@ from forerun.sampling.noise import Gumbel, fold
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.warp import _filter
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("FORERUN_INTERPRET", "1")
 
 
 def test_filters_are_those_of_torch(monkeypatch):
