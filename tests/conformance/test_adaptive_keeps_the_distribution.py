@@ -11,7 +11,7 @@ from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution, pva
 
 from forerun import SamplingParams
 from forerun.speculate.length.base import Seconds
-from harness import set_prices
+from harness import set_prices, until_idle
 
 RULES = ("token", "block")
 REQUESTS = 2000
@@ -46,8 +46,7 @@ def counted(engine):
     clock = Clock(engine)
     prompt = engine.tokenizer.encode(PROMPT)
     jobs = [engine.add(prompt, SamplingParams(seed=seed, **PARAMS))[0] for seed in SEEDS]
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     assert not any(job.metrics.draft_error for job in jobs)
     return jobs, clock
 

@@ -15,7 +15,7 @@ from forerun.engine.trials import trials
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.heads.head import Sizes
 from forerun_lab.heads.dflash import TrainedDFlash
-from harness import answers, check_idle, run
+from harness import answers, check_idle, run, until_idle
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 from waits import HostWaits
 
@@ -198,8 +198,7 @@ def chat(engine, prompts):
             engine.abort(second)
     assert first.metrics.preemptions == 1
     (third,) = engine.add(first.sequence.tokens + encode(" b"), options(max_tokens=3))
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     check_idle(engine, [first, third])
     texts = [first.output_ids, second.output_ids[:3], third.output_ids]
     return [*texts, *drafted([first, third])], third.metrics.num_cached_tokens

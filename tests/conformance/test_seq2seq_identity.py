@@ -18,7 +18,7 @@ from forerun.models.load import load_model
 from forerun.models.run.invariance import self_test
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.accept import rules
-from harness import BIAS, PENALTIES, answers, check_idle, options
+from harness import BIAS, PENALTIES, answers, check_idle, options, until_idle
 from here import NO_KERNELS
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama
@@ -162,8 +162,7 @@ def test_lookup_copies_from_the_source(engine):
     ids = [7, 8, 9, 10, 11, 12]
     bias = {7: 100.0}
     drafting.add(ids, SamplingParams(temperature=0, max_tokens=6, logit_bias=bias, ignore_eos=True))
-    while drafting.busy:
-        drafting.step()
+    until_idle(drafting)
     assert [8, 9, 10] in [draft.tokens[:3] for draft in drafts]
 
 
@@ -227,8 +226,7 @@ def test_prefixes_are_reused_under_the_same_source_only(engine):
 
     def answer(text):
         (job,) = one.add(one.tokenizer.encode(text), params, decoder_prompt=behind)
-        while one.busy:
-            one.step()
+        until_idle(one)
         assert job.sequence.num_prompt == len(behind)
         return job.output_ids, job.metrics.num_cached_tokens
 
@@ -240,8 +238,7 @@ def test_prefixes_are_reused_under_the_same_source_only(engine):
     assert answer("some other text") == (other, 20)
     cold = engine("flan")
     (job,) = cold.add(cold.tokenizer.encode("some other text"), params, decoder_prompt=behind[1:])
-    while cold.busy:
-        cold.step()
+    until_idle(cold)
     assert job.output_ids == other
     one.scheduler.tree.clear()
     assert list(one.scheduler.tree.roots) == [None]
@@ -265,16 +262,14 @@ def test_a_bad_request_costs_nobody_else_anything(engine, plain, bad):
     one.step()
     refused(kind, message, one.add, ids, options(), **how)
     refused(RequestError, "encoder-decoders do not support prompt_logprobs", one.add, [5], options(prompt_logprobs=1))
-    while one.busy:
-        one.step()
+    until_idle(one)
     assert answers(jobs) == plain("t5")
 
 
 def test_a_source_as_long_as_the_positions(engine):
     one = engine("bart", max_model_len=None)
     (job,) = one.add([7] * POSITIONS, options(max_tokens=None))
-    while one.busy:
-        one.step()
+    until_idle(one)
     assert len(job.sequence.tokens) == POSITIONS
     (cut,) = one.add([*range(2, 60)] * 3, options(max_tokens=3).clone(truncate_prompt_tokens=-1))
     assert len(cut.sequence.prompt) == POSITIONS

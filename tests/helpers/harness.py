@@ -71,6 +71,12 @@ def run(engine, requests=REQUESTS, each_round=lambda: None):
     return jobs
 
 
+def until_idle(engine):
+    """Answer all that has been asked for."""
+    while engine.busy:
+        engine.step()
+
+
 def set_prices(engine, price):
     """A verification costs 1 whatever its rows, and a drafted token ``price()``. Measured prices of tiny models seldom
     let ``adaptive`` draft, and differ from run to run."""

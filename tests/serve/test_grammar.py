@@ -24,6 +24,7 @@ from forerun.engine.grammar import GrammarCompiler
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tools import tool_grammar
 from gguf_files import write_model
+from harness import until_idle
 from refusals import refused
 
 PERSON = {
@@ -138,8 +139,7 @@ def test_the_same_text_with_and_without_drafts(served, expected, temperature):
     answers = {}
     for method in (None, *served.engine.router.drafters):
         jobs = [served.engine.add(prompt, p, speculate=method is not None, method=method)[0] for p in params]
-        while served.engine.busy:
-            served.engine.step()
+        until_idle(served.engine)
         answers[method] = [(job.text, job.output_ids) for job in jobs]
         if method == "pattern" and "json" in expected.key[0]:
             assert all(job.metrics.draft_acceptance_rate > 0.5 for job in jobs)
@@ -459,8 +459,7 @@ def told(llm, prompt, params):
     answers = []
     for method in (None, *llm.engine.router.drafters):
         (job,) = llm.engine.add(prompt, params, speculate=method is not None, method=method)
-        while llm.engine.busy:
-            llm.engine.step()
+        until_idle(llm.engine)
         answers.append((job.text, job.output_ids, job.finish.reason))
     assert len(answers) == 4
     assert answers == answers[:1] * 4
@@ -526,8 +525,7 @@ def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm, commit
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["abcd"]})
     x = llm.tokenizer.encode("x")
     (job,) = llm.engine.add([5], params, committed=[*llm.tokenizer.encode("abcd")[: committed - 1], *x])
-    while llm.engine.busy:
-        llm.engine.step()
+    until_idle(llm.engine)
     assert job.finish.reason == "error"
     assert str(job.finish.stopped_by).startswith("the grammar: ")
     assert len(job.output_ids) == committed

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from forerun import SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.prefix import PrefixTree
+from harness import until_idle
 
 Run = tuple[int, ...]
 
@@ -284,8 +285,7 @@ def test_a_request_that_is_set_aside_holds_no_page_and_counts_once(paged, paused
     assert not any(pool.block_tables for pool in engine.pools)
     if paused:
         engine.resume(job)
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     assert job.metrics.num_cached_tokens == 0
     assert engine.stats.prefix_queries - before == len(TEXT)
     engine.check()
@@ -309,8 +309,7 @@ def test_a_prompt_that_is_read_again_has_its_logprobs_once(llm, paged):
         if preempted:  # and read in other chunks
             engine.scheduler.preempt(job.sequence)
             engine.scheduler.max_num_batched_tokens = 20
-        while engine.busy:
-            engine.step()
+        until_idle(engine)
         result.append(job.prompt_logprobs)
     assert result[0] == result[1]
     assert len(result[1]) == len(prompt)

@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM
 
 from forerun import SamplingParams, kernels
 from forerun.core.tree import Draft
+from harness import until_idle
 from tiny import ALPHABET, save_checkpoint
 
 POISON = ALPHABET.index("Z")
@@ -70,8 +71,7 @@ def test_a_prompt_with_nan_ends_where_it_is_read(llm, poisoned, tiny_target, pag
         assert update.finish.stopped_by == "the model returned NaN logits"
         assert clean(engine)
     jobs = [engine.add(good, sampling)[0] for _ in range(2)]
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     assert [job.output_ids for job in jobs] == [expected] * 2
 
 
@@ -86,8 +86,7 @@ def test_nan_of_a_draft_model_stays_with_its_request(llm, poisoned, tiny_target,
 
     def answer():
         job = engine.add(good, sampling)[0]
-        while engine.busy:
-            engine.step()
+        until_idle(engine)
         return job.output_ids, job.metrics.num_accepted_draft_tokens
 
     before = answer()
@@ -104,8 +103,7 @@ def test_nan_of_a_draft_model_stays_with_its_request(llm, poisoned, tiny_target,
         engine.abort(bad)
     elif end == "abort":
         engine.abort(bad)
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     assert clean(engine)
     assert answer() == before
     engine.check()

@@ -10,6 +10,7 @@ from drafting import watch
 from forerun import LLM, SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import CatchUpConfig
+from harness import until_idle
 from tiny import save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -115,8 +116,7 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name, tiny_target, configur
         drafts = drafted_by(engine)
         for text in LONG:
             engine.add(engine.tokenizer.encode(text), COLD)
-        while engine.busy:
-            engine.step()
+        until_idle(engine)
         made.append({key: (draft.tokens, draft.parents) for key, draft in drafts.items()})
     whole, parts = made
     both = whole.keys() & parts.keys()
@@ -135,14 +135,12 @@ def test_a_second_turn_makes_the_same_drafts(name, tiny_target, configured):
         engine = LLM(tiny_target, speculative_config=configured(name), **options).engine
         drafts = drafted_by(engine)
         jobs = [engine.add(engine.tokenizer.encode(LONG[1]), HOT)[0]]
-        while engine.busy:
-            engine.step()
+        until_idle(engine)
         for cut in (0, 30, 0):
             said = jobs[-1].sequence.tokens[: len(jobs[-1].sequence.tokens) - cut]
             turn = said + engine.tokenizer.encode("" if cut else SHORT[0])
             jobs += [engine.add(turn, replace(params, max_tokens=20))[0] for params in (HOT, COLD)]
-            while engine.busy:
-                engine.step()
+            until_idle(engine)
         compare(engine, jobs)
         made.append({key: (draft.tokens, draft.parents) for key, draft in drafts.items()})
         cached.append([job.metrics.num_cached_tokens for job in jobs])
@@ -166,14 +164,12 @@ def test_who_lacks_least_reads_first(missing, fractions):
 
 def compare(engine, jobs):
     """Every answer, once it has ended, with a lone plain decode by the same engine."""
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     for job in jobs:
         assert job.metrics.draft_error is None
         prompt = job.sequence.tokens[: job.sequence.num_prompt]
         (alone,) = engine.add(prompt, job.sequence.params, speculate=False)
-        while engine.busy:
-            engine.step()
+        until_idle(engine)
         assert job.output_ids == alone.output_ids
     engine.check()
 

@@ -4,7 +4,7 @@ import pytest
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import RequestError
-from harness import check_idle
+from harness import check_idle, until_idle
 from refusals import refused
 
 PROMPT = "def parse(text):\n"
@@ -84,8 +84,7 @@ def test_a_finished_request_leaves_nothing(drafting):
     for _ in range(3):
         engine.add(ids, SamplingParams(max_tokens=8, temperature=0.0), prediction=ids)
     jobs = list(engine.jobs.values())
-    while engine.busy:
-        engine.step()
+    until_idle(engine)
     check_idle(engine, jobs)
 
 
