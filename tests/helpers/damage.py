@@ -120,6 +120,7 @@ SCHEMES = {
     "an unknown scheme": {"bits": "x"},
     "an unknown scheme ('awq')": "awq",
 }
+MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
 BAD_SPLIT = {"type": "Split", "pattern": {"Regex": "(["}, "behavior": "Isolated", "invert": False}
 TEMPLATE = {
     "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}], "pair": [],
@@ -221,6 +222,9 @@ def _files():
             (folder / WEIGHTS).read_bytes()[:keep]) for keep in (0, 5, 200, 20_000, -1)},
         "weights are a folder": folder_in_place,
         "no weights": without(WEIGHTS),
+        "pickled weights": together(
+            without(WEIGHTS), replace("pytorch_model.bin", b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
+        ),
         "no config": without(CONFIG),
         "no tokenizer": without(TOKENIZER, TOKENIZER_CONFIG),
         "no tokens": together(without(TOKENIZER), replace(TOKENIZER_CONFIG, ALONE)),
@@ -257,6 +261,7 @@ DAMAGES = {
     **_files(), **_headers(), **_tensors(), **_indices(),
     **_named(CONFIG, FIELDS),
     **{f"weights of {name}": edit(CONFIG, quantization_config=scheme) for name, scheme in SCHEMES.items()},
+    "weights of MLX": edit(CONFIG, quantization=MLX, quantization_config=MLX),
     **_named(GENERATION, {"eos_token_id": ("x", [0, "x"], -1, 3.5, {}, [[0]], True)}),
     **{f"{CONFIG} alone: eos_token_id is {token}": together(without(GENERATION), edit(CONFIG, eos_token_id=token))
        for token in (-1, [0, -1])},

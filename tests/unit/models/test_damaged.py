@@ -29,47 +29,35 @@ def refuse(path, said=None, **options):
     return message
 
 
+READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors", "MXFP4")
+SAID = {
+    "a LoRA adapter": "is a LoRA adapter, not a model: use some/base as the model and this folder as --lora",
+    "only a GGUF file": "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged",
+    "two GGUF files": "holds 2 GGUF files: name one, such as .*model-Q4.gguf",
+    "a tokenizer with code": "it needs code of its own \\(auto_map\\), which is never run",
+    "no tokens": "it has no tokens but special ones",
+    "weights cut at 0": "a safetensors file is truncated or damaged",
+    "weights cut at 200": "a safetensors file is truncated or damaged",
+    "no weights": "has no safetensors weights$",
+    "pickled weights": r"has no safetensors weights \(it has pytorch_model.bin; pickled weights are not loaded",
+    "weights of MLX": "holds weights quantized for MLX, Apple's framework: use the checkpoint",
+    "a tensor is missing": "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them",
+    "a tensor has another shape": r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]",
+    "generation_config.json is half an object": "generation_config.json cannot be used",
+    **{f"config.json is {what}": "config.json cannot be used" for what in ("half an object", "a list", "nothing")},
+    "config.json: model_type is 'telepath'": "telepath",
+    **{f"weights of {scheme}": f"holds no {scheme.split(' (')[0]} weights, though its config says so"
+       if scheme in READ else f"holds weights quantized with {re.escape(scheme)}, which forerun does not read.*"
+       "use the checkpoint they were made from" for scheme in SCHEMES},
+}  # fmt: skip
+"""What of a damage is named; of the others, one line is enough."""
+assert set(SAID) <= set(DAMAGES)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
     DAMAGES[name](folder)
-    refuse(folder)
-
-
-READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors", "MXFP4")
-
-
-@pytest.mark.parametrize("scheme", READ)
-def test_a_config_that_says_wrongly_how_weights_are_quantized(folder, scheme):
-    edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
-    assert f"holds no {scheme.split(' (')[0]} weights, though its config says so" in refuse(folder)
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in READ])
-def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
-    edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
-    message = refuse(folder)
-    assert f"holds weights quantized with {scheme}, which forerun does not read" in message
-    assert "use the checkpoint they were made from" in message
-
-
-@pytest.mark.parametrize(("name", "message"), [
-    ("a LoRA adapter", "is a LoRA adapter, not a model: use some/base as the model and this folder as --lora"),
-    ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
-    ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
-    ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
-    ("no tokens", "it has no tokens but special ones"),
-    ("weights cut at 0", "a safetensors file is truncated or damaged"),
-    ("weights cut at 200", "a safetensors file is truncated or damaged"),
-    ("no weights", "has no safetensors weights$"),
-    ("a tensor is missing", "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
-    ("a tensor has another shape", r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]"),
-    ("generation_config.json is half an object", "generation_config.json cannot be used"),
-    *((f"config.json is {what}", "config.json cannot be used") for what in ("half an object", "a list", "nothing")),
-    ("config.json: model_type is 'telepath'", "telepath"),
-])  # fmt: skip
-def test_what_is_damaged_is_named(folder, name, message):
-    DAMAGES[name](folder)
-    refuse(folder, message)
+    refuse(folder, SAID.get(name))
 
 
 @pytest.mark.parametrize("count", [0, -1, 6, "2", 2.5])
@@ -187,18 +175,10 @@ def test_a_pointer_of_git_lfs_is_called_so(name, folder, tmp_path):
     """A clone without Git LFS has a few lines of text in place of a file."""
     (folder / name).write_text(POINTER)
     message = "is a pointer of Git LFS, not the file itself: run `git lfs pull`"
-    with pytest.raises(ModelError, match=f"{name} {message}"):
-        LLM(str(folder)).get_tokenizer()
+    refused(ModelError, f"{name} {message}", lambda: LLM(str(folder)).get_tokenizer())
     other = tmp_path / "m.gguf"
     other.write_text(POINTER)
-    with pytest.raises(ModelError, match=f"m.gguf {message}"):
-        LLM(str(other))
-
-
-def test_weights_of_mlx_are_called_so(folder):
-    sizes = {"group_size": 64, "bits": 4, "mode": "affine"}
-    edit(CONFIG, quantization=sizes, quantization_config=sizes)(folder)
-    assert "holds weights quantized for MLX, Apple's framework: use the checkpoint" in refuse(folder)
+    refused(ModelError, f"m.gguf {message}", LLM, str(other))
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -228,12 +208,6 @@ def test_a_download_that_has_begun_goes_on(monkeypatch, tmp_path):
         blobs = tmp_path / hub.hf.file_download.repo_folder_name(repo_id="own/m", repo_type="model") / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         (blobs / "abc.incomplete").write_text("")
-
-
-def test_pickled_weights_are_never_read(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
-    refuse(folder, r"has no safetensors weights \(it has pytorch_model.bin; pickled weights are not loaded")
 
 
 def test_a_missing_shard(tmp_path):

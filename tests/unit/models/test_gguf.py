@@ -77,19 +77,10 @@ def test_counts_that_lie_cost_nothing(tmp_path, index):
     refused(ModelError, "list of keys and tensors ends beyond", GGUFFile, tmp_path / "a.gguf")
 
 
-@pytest.mark.parametrize(("kind", "element"), [(8, None), (9, 8), (9, 4), (9, 12)])
-def test_lengths_that_lie_are_found_before_anything_is_read(tmp_path, kind, element):
-    length = struct.pack("<I", element) if element is not None else b""
-    key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + length + struct.pack("<Q", 2**61)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
-    refused(ModelError, "k ends beyond its", GGUFFile, tmp_path / "a.gguf")
-
-
-@pytest.mark.parametrize("alignment", [0, 24])
-def test_an_alignment_is_a_power_of_two(tmp_path, alignment):
-    key = struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, alignment)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
-    refused(ModelError, f"general.alignment is {alignment}, not a power of two", GGUFFile, tmp_path / "a.gguf")
+def keyed(*values, name=b"k"):
+    """A file of one key, with each of the values."""
+    keys = [struct.pack("<Q", len(name)) + name + value for value in values]
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + b"".join(keys) + bytes(64)
 
 
 def described(shape, kind=0, offset=0, names=("t",)):
@@ -113,16 +104,18 @@ def described(shape, kind=0, offset=0, names=("t",)):
     (described(()), "0 dimensions"),
     (described((0, 8)), "shape"),
     (described((8,), names=("t", "t")), "tensor t is there twice"),
+    (keyed(*[struct.pack("<II", 4, 7)] * 2), "k is there twice"),
+    (keyed(struct.pack("<II", 4, 0), name=b"general.alignment"), "general.alignment is 0, not a power of two"),
+    (keyed(struct.pack("<II", 4, 24), name=b"general.alignment"), "general.alignment is 24, not a power of two"),
+    (keyed(struct.pack("<IQ", 8, 2**61)), "k ends beyond its"),  # before anything is read
+    *((keyed(struct.pack("<IIQ", 9, element, 2**61)), "k ends beyond its") for element in (8, 4, 12)),
 ])  # fmt: skip
 def test_what_cannot_be_is_named(tmp_path, content, message):
     (tmp_path / "a.gguf").write_bytes(content)
     refused(ModelError, message, GGUFFile, tmp_path / "a.gguf")
 
 
-def test_a_key_that_is_there_twice_and_a_kind_without_values(tmp_path):
-    key = struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 7)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + key + key)
-    refused(ModelError, "k is there twice", GGUFFile, tmp_path / "a.gguf")
+def test_tensors_without_values(tmp_path):
     (tmp_path / "a.gguf").write_bytes(described((8,), kind=Kinds.I32))
     refused(ModelError, "kind I32, which cannot be dequantized", GGUFFile(tmp_path / "a.gguf").values, "t")
     refused(ModelError, "no tensor other", GGUFFile(write_model(tmp_path / "b.gguf")).values, "other")
@@ -130,9 +123,8 @@ def test_a_key_that_is_there_twice_and_a_kind_without_values(tmp_path):
 
 
 def test_a_list_of_texts_is_looked_at_when_it_is_asked_for(tmp_path):
-    key = struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2)
     texts = struct.pack("<Q", 2) + b"\xc3\xa9" + struct.pack("<Q", 1) + b"\xff"
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + texts + bytes(64))
+    (tmp_path / "a.gguf").write_bytes(keyed(struct.pack("<IIQ", 9, 8, 2) + texts))
     file = GGUFFile(tmp_path / "a.gguf")
     assert list(file.metadata) == ["k"]
     with pytest.raises(ModelError, match="k is not UTF-8 text"):

@@ -207,6 +207,7 @@ def test_weights_behind_a_folder():
         refused(ConfigError, "FOLDER or FOLDER=WEIGHT", parse, text)
 
 
+NOTHING = "is 0 by its adapter_config.json and 0 by its weights; both must be the same, and at least 1"
 BAD = {
     "another kind": ({"peft_type": "IA3"}, "an adapter of type 'IA3'; only LORA"),
     "dora": ({"use_dora": True}, "has no norms of DoRA"),
@@ -226,6 +227,8 @@ BAD = {
     "a pattern": ({"alpha_pattern": {"q_proj(": 2}}, r"'q_proj\(' is no regular expression"),
     "patterns": ({"rank_pattern": ["q_proj"]}, r"rank_pattern must be an object, not \['q_proj'\]"),
     "rank": ({"r": 8}, "the rank of .* is 8 by its adapter_config.json and 4 by its weights"),
+    "nothing": ({"rank": 0, "use_rslora": False}, NOTHING),
+    "nothing, scaled by its rank": ({"rank": 0, "use_rslora": True}, NOTHING),
     "no rank": ({"r": None}, "is None by its adapter_config.json and 4 by its weights"),
     "a rank beyond floats": ({"r": 10**400}, "is 1000.* by its adapter_config.json and 4"),
     "alpha beyond floats": ({"lora_alpha": 10**400}, "lora_alpha must be a number, not 1000"),
@@ -334,16 +337,6 @@ def test_names_of_the_class_that_reads_pictures(tmp_path, caplog, made_on, used_
     if used_on == "text":
         module = load_model(tmp_path / "text", lora=str(tmp_path / "a"), model_path="hf", dtype="float32")
         assert close(logits(module, TEXTS), expected)
-
-
-@pytest.mark.parametrize("stable", [True, False])
-def test_an_adapter_of_no_rank(tiny_target, tmp_path, stable):
-    adapter(tmp_path / "a", tiny_target, rank=0, use_rslora=stable)
-    refuse(
-        tiny_target,
-        tmp_path / "a",
-        "is 0 by its adapter_config.json and 0 by its weights; both must be the same, and at least 1",
-    )
 
 
 def test_adapters_for_another_model(tiny_target, tmp_path):
