@@ -147,8 +147,7 @@ def test_a_module_that_reads_other_tokens_is_found_however_little_it_adds(kind):
     assert HFModel(module, requested()).info.num_layers == 2
     layer = module.transformer.h[1] if kind == "gpt2" else module.model.layers[1]
     layer.mlp = Shifted(layer.mlp)
-    with pytest.raises(ModelError, match="its Shifted reads other tokens than its own"):
-        HFModel(module, requested())
+    refused(ModelError, "its Shifted reads other tokens than its own", HFModel, module, requested())
 
 
 @pytest.mark.parametrize("kind", WORKS)

@@ -120,5 +120,4 @@ def test_endpoints_that_cannot_be_had_are_one_line(tiny_target, monkeypatch, cap
     assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "x", "--replicas", "2"]) == 2
     assert "does not support --replicas" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"zmq: pip install 'forerun\[kv-events\]'"):
-        KVEvents("tcp://127.0.0.1:*")
+    refused(ConfigError, r"zmq: pip install 'forerun\[kv-events\]'", KVEvents, "tcp://127.0.0.1:*")

@@ -317,8 +317,7 @@ def test_one_that_is_too_large(here, loads):
         answer = http.post("/v1/completions", json={**ASK, "model": A})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_too_large")
         assert "raise --model-memory" in answer.json()["error"]["message"]
-        with pytest.raises(ollama.ResponseError, match="raise --model-memory"):
-            client.chat(A)
+        refused(ollama.ResponseError, "raise --model-memory", client.chat, A)
     assert loads == []
 
 

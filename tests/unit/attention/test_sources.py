@@ -82,8 +82,7 @@ def test_a_failed_encoder_leaves_nothing():
     def fail(fresh):
         raise RuntimeError("no")
 
-    with pytest.raises(RuntimeError):
-        keeper.prepare([Span(0, 0, [1], source=ONE)], fail)
+    refused(RuntimeError, None, keeper.prepare, [Span(0, 0, [1], source=ONE)], fail)
     keeper.check()
     assert not keeper.keys
     assert not keeper.readers

@@ -307,8 +307,7 @@ def test_a_command_that_cannot_be_done_changes_nothing(tmp_path, line):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udcff"}]  # no UTF-8, from a terminal
     commands = talk(turns=[*turns])
     commands.conversation.params = SamplingParams(temperature=0.7, seed=2**64 - 1)
-    with pytest.raises(ConfigError):
-        commands.run(line.replace("FOLDER", str(tmp_path)))
+    refused(ConfigError, None, commands.run, line.replace("FOLDER", str(tmp_path)))
     assert (commands.conversation.turns, commands.conversation.params.seed) == (turns, 2**64 - 1)
 
 

@@ -91,8 +91,7 @@ def test_a_cache_folder_of_others_is_not_used(tmp_path, home, monkeypatch, caplo
     assert distrust(home / ".cache" / "forerun") is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{named} is not used as the cache folder: {home}/.cache/forerun is" in line
-    with pytest.raises(PermissionError):
-        make_folder(named)
+    refused(PermissionError, None, make_folder, named)
 
 
 def test_where_the_home_is_anothers_too_a_third_folder_is_used(tmp_path, home, monkeypatch):

@@ -385,8 +385,7 @@ def test_files_alone_say_that_they_hold_such_a_layer(tmp_path, names):
 def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):
     _, layer = qwen(tmp_path)
     config = {"method": "mtp"}
-    with pytest.raises(ForerunError, match="has no layer for multi-token prediction"):
-        LLM(str(tmp_path), speculative_config=config)
+    refused(ForerunError, "has no layer for multi-token prediction", LLM, str(tmp_path), speculative_config=config)
     weights = load_file(tmp_path / "model.safetensors")
     at = f"model.layers.{LAYERS}."
     full = {deepseek_names(name): tensor for name, tensor in layer.state_dict().items()}
