@@ -44,41 +44,36 @@ def alive(references):
     return [type(reference()).__name__ for reference in references if reference() is not None]
 
 
-def used(*arguments, **options):
-    llm = LLM(*arguments, **options)
-    llm.generate(PROMPTS, PARAMS)
+def used(model, prompts=PROMPTS, **options):
+    llm = LLM(model, **options)
+    llm.generate(prompts, PARAMS)
     return llm
+
+
+def left(*arguments, **options):
+    with uncollected():
+        llm = used(*arguments, **options)
+        references = parts(llm)
+        del llm
+        return alive(references)
 
 
 @pytest.mark.parametrize("method", sorted(drafters))
 def test_a_deleted_llm_is_gone_at_once(method, tiny_target, tmp_path):
     config = {"method": method, **drafters[method].example(Path(tiny_target), tmp_path), "length": "adaptive"}
-    with uncollected():
-        llm = used(tiny_target, speculative_config=config)
-        references = parts(llm)
-        del llm
-        assert alive(references) == []
+    assert left(tiny_target, speculative_config=config) == []
 
 
 @pytest.mark.parametrize("options", [{"model_path": "hf"}, {"page_size": 16}, {"invariant": False}])
 def test_whatever_runs_the_model(options, tiny_target):
-    with uncollected():
-        llm = used(tiny_target, speculative_config=None, **options)
-        references = parts(llm)
-        del llm
-        assert alive(references) == []
+    assert left(tiny_target, speculative_config=None, **options) == []
 
 
 @pytest.mark.parametrize(("fixture", "kind"), [("seq2seq", "t5"), ("hybrid", "lfm2")])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_other_kinds_of_models(fixture, kind, page_size, request):
     folder = str(request.getfixturevalue(fixture)(kind))
-    with uncollected():
-        llm = LLM(folder, speculative_config=None, page_size=page_size)
-        llm.generate([[5, 9, 12]], PARAMS)
-        references = parts(llm)
-        del llm
-        assert alive(references) == []
+    assert left(folder, [[5, 9, 12]], speculative_config=None, page_size=page_size) == []
 
 
 @pytest.mark.slow

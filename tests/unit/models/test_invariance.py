@@ -65,17 +65,13 @@ def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how):
     assert self_test(build(kind, dtype, weights=how), page_size=16, rows=ROWS, chunks=CHUNKS) == []
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(("attention", "page_size"), [("torch's", None), ("torch's", 16), ("ours", None)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_way_of_feeding_through_torchs_attention(monkeypatch, dtype, page_size):
-    """Which knows nothing of how the weights are held."""
-    monkeypatch.setattr("forerun.models.run.base.can_attend", lambda *_: False)
+def test_every_way_of_feeding_through_torchs_attention_and_without_pages(monkeypatch, dtype, attention, page_size):
+    """Torch's knows nothing of how the weights are held."""
+    if attention == "torch's":
+        monkeypatch.setattr("forerun.models.run.base.can_attend", lambda *_: False)
     assert self_test(build("qwen3", dtype), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_way_of_feeding_without_pages(dtype):
-    assert self_test(build("qwen3", dtype), rows=ROWS, chunks=CHUNKS) == []
 
 
 @pytest.mark.usefixtures("cpu_attention")
