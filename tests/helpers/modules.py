@@ -1,10 +1,12 @@
 """transformers' modules: with random numbers, and as models without files."""
 
+from itertools import pairwise
+
 import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.models.architectures.spec import bind, refusal
-from forerun.models.run.base import LoadRequest
+from forerun.models.run.base import LoadRequest, new_attention
 from forerun.models.run.encdec import ModuleWeights
 from forerun.models.run.native import NativeModel
 from forerun.models.weights.transform import unstacked
@@ -36,6 +38,13 @@ def feed(model, attention, *spans):
     for span in spans:
         span.logits = list(range(span.count))
     return model.forward(Batch(list(spans)), attention).logits
+
+
+def logits_of(model, tokens, cuts=(), **options):
+    """Those of every row of a text, which is fed in pieces that end at ``cuts``."""
+    attention = new_attention(model, max_seqs=1, max_len=64, **options)
+    pieces = pairwise([0, *cuts, len(tokens)])
+    return torch.cat([feed(model, attention, Span(0, start, tokens[start:end])) for start, end in pieces])
 
 
 def check_chunks_and_trees(model, attention, texts, reference, close, sources=(None, None)):

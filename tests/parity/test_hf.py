@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.core.batch import Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.run.base import new_attention
 from forerun.models.run.hf import HFModel
-from modules import check_chunks_and_trees, feed, randomise
+from modules import check_chunks_and_trees, logits_of, randomise
 from refusals import refused
 from rounding import by_chance
 from tiny import tiny_llama
@@ -112,7 +111,7 @@ def test_half_precision(checkpoint, name, dtype):
     folder, tokens = checkpoint(name), some_tokens(24)
     model = ours(folder, dtype)
     assert model.info.dtype == getattr(torch, dtype)
-    got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    got = logits_of(model, tokens)
     exact = reference(folder, tokens)
     theirs = reference(folder, tokens, getattr(torch, dtype))
     assert (got - exact).norm() <= by_chance(len(tokens)) * (theirs - exact).norm()
@@ -136,8 +135,7 @@ def test_sharded_weights(checkpoint, tmp_path):
     save(*ARCHITECTURES["llama"], str(tmp_path), max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     tokens = some_tokens(10)
-    model = load_model(tmp_path, model_path="hf")
-    got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    got = logits_of(load_model(tmp_path, model_path="hf"), tokens)
     close(got, reference(checkpoint("llama"), tokens))
 
 
@@ -166,11 +164,7 @@ def test_frequencies_that_depend_on_the_longest_position(tmp_path, kind, rope, l
             load_model(tmp_path, max_model_len=length)
     tokens = some_tokens(20)
     model = load_model(tmp_path, max_model_len=limit)
-    attention = new_attention(model, max_seqs=1, max_len=64)
-    rows = torch.cat(
-        [feed(model, attention, Span(0, 0, tokens[:13])), feed(model, attention, Span(0, 13, tokens[13:]))]
-    )
-    close(rows, reference(str(tmp_path), tokens))
+    close(logits_of(model, tokens, [13]), reference(str(tmp_path), tokens))
 
 
 def test_an_unknown_keyword_of_attention_is_named(tmp_path):

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from described import GROWING, LINEAR, LLAMA3, MSCALES, TOKENS, YARN, save_described
-from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.models.load import load_model
-from forerun.models.run.base import new_attention
 from forerun.models.run.rotary import Rotary
+from modules import logits_of
 from rounding import apart, bound
 
 IDS = torch.randint(3, TOKENS, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -28,8 +27,7 @@ def loaded(folder):
 
 
 def logits(model):
-    span = Span(0, 0, IDS[0].tolist(), logits=[*range(IDS.shape[1])])
-    return model.forward(Batch([span]), new_attention(model, max_seqs=1, max_len=64)).logits
+    return logits_of(model, IDS[0].tolist())
 
 
 @torch.inference_mode()

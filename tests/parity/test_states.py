@@ -11,14 +11,12 @@ from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from described import HYBRIDS
-from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.load import load_model
-from forerun.models.run.base import new_attention
 from forerun.models.run.hf import HFModel
 from forerun.models.weights import sanity
 from hybrids import save_hybrid
-from modules import requested
+from modules import logits_of, requested
 from refusals import refused
 
 SIZES = {**test_hf.SIZES, **test_hf.EXPERTS}
@@ -158,11 +156,7 @@ def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids]), use_cache=False).logits[0]
-    attention, rows = new_attention(model, max_seqs=1, max_len=64), []
-    for start, end in ((0, 1), (1, 13), (13, 30)):
-        span = Span(0, start, ids[start:end], logits=list(range(end - start)))
-        rows.append(model.forward(Batch([span]), attention).logits)
-    assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (logits_of(model, ids, [1, 13]) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
@@ -184,6 +178,4 @@ def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog, kind):
     with caplog.at_level("INFO", logger="forerun"):
         model = load_model(tmp_path)
     assert "also reads pictures: that part is left out" in caplog.text
-    batch = Batch([Span(0, 0, ids, logits=list(range(30)))])
-    got = model.forward(batch, new_attention(model, max_seqs=1, max_len=64)).logits
-    assert (got - expected).abs().max() < 2e-4 * expected.abs().max()
+    assert (logits_of(model, ids) - expected).abs().max() < 2e-4 * expected.abs().max()

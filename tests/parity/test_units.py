@@ -6,10 +6,9 @@ import torch
 from built import kernels_for
 from described import MAIN, UNEVEN
 from forerun import kernels
-from forerun.core.batch import Batch, Span
 from forerun.models.load import load_model
-from forerun.models.run.base import new_attention
 from here import where
+from modules import logits_of
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +21,7 @@ def avx2():
 def logits(folder):
     model = load_model(folder, invariant=True)
     assert model.fused is not None
-    spans = [Span(0, 0, [(7 * index + 2) % 98 for index in range(40)], logits=list(range(40)))]
-    return model.forward(Batch(spans), new_attention(model, max_seqs=1, max_len=64)).logits
+    return logits_of(model, [(7 * index + 2) % 98 for index in range(40)])
 
 
 @pytest.mark.parametrize("name", where(kernels.has("decode_float32"), sorted({*MAIN} - {"lfm2", *UNEVEN})))

@@ -12,7 +12,6 @@ import torch
 
 from built import kept, kernels_for, torch_threads
 from forerun import kernels
-from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 from forerun.models.formats import ON_CPU, prefetch
 from forerun.models.formats.blocks import Blocked
@@ -20,10 +19,10 @@ from forerun.models.formats.compiled import Compiled
 from forerun.models.formats.gguf_types import sizes
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
-from forerun.models.run.base import new_attention
 from gguf_files import FORMS as FILES
 from gguf_files import weights
 from here import where
+from modules import logits_of
 
 
 def units():
@@ -172,19 +171,11 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     for kind in range(1, len(structs.KINDS)):
         prefetch.set_prefetch(kind, [prefetch.TILED] * len(prefetch.COUNTS))
     ids = [(31 * index + 7) % 1000 for index in range(24)]
-
-    def logits(cuts):
-        attention, result = new_attention(model, max_seqs=1, max_len=64), []
-        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-            span = Span(0, start, ids[start:end], logits=list(range(end - start)))
-            result.append(model.forward(Batch([span]), attention).logits)
-        return torch.cat(result)
-
     before = products()
-    expected = logits([])
+    expected = logits_of(model, ids)
     assert products() > before
-    assert torch.equal(logits([1, *range(20, 24)]), expected)
-    assert torch.equal(logits([17]), expected)
+    assert torch.equal(logits_of(model, ids, [1, *range(20, 24)]), expected)
+    assert torch.equal(logits_of(model, ids, [17]), expected)
 
 
 def test_it_can_be_switched_off(written_out):

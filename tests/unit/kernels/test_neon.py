@@ -10,17 +10,16 @@ import torch
 import emulated
 from built import bound
 from forerun import kernels
-from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
-from forerun.models.run.base import new_attention
 from forerun.sampling import compiled
 from forerun.sampling.params import SamplingParams
 from gguf_files import weights
 from here import where
+from modules import logits_of
 from refusals import refused
 
 ROWS, OUTPUTS, INPUTS, WORDS = 33, 50, 768, 1003
@@ -138,15 +137,9 @@ def test_a_whole_model(form, both, which):
     ids = [(31 * index + 7) % 1000 for index in range(20)]
 
     def run():
-        model, results = load_model("forerun:target", dtype=dtype, invariant=True, quantization=quantization), []
+        model = load_model("forerun:target", dtype=dtype, invariant=True, quantization=quantization)
         assert model.fused is not None
-        for cuts in ([], [*range(1, 6), 12]):
-            attention, parts = new_attention(model, max_seqs=1, max_len=64), []
-            for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-                span = Span(0, start, ids[start:end], logits=list(range(end - start)))
-                parts.append(model.forward(Batch([span]), attention).logits)
-            results.append(torch.cat(parts))
-        return results
+        return [logits_of(model, ids, cuts) for cuts in ([], [*range(1, 6), 12])]
 
     (expected, _), got = both(run)
     for result in got:

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -14,10 +13,9 @@ from forerun.models import formats
 from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
 from forerun.models.kinds import KINDS
-from forerun.models.run.base import new_attention
 from forerun.models.run.invariance import self_test
 from forerun.speculate.draft import drafters
-from modules import native
+from modules import logits_of, native
 from refusals import refused
 from rounding import by_chance, rounded_inputs
 
@@ -60,8 +58,7 @@ IDS = torch.randint(512, (50,), generator=torch.Generator().manual_seed(1))
 
 
 def logits(built):
-    attention = new_attention(built, max_seqs=1, max_len=64)
-    return built.forward(Batch([Span(0, 0, IDS.tolist(), logits=list(range(50)))]), attention).logits
+    return logits_of(built, IDS.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

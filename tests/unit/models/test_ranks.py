@@ -34,7 +34,7 @@ from forerun.models.run.invariance import self_test
 from forerun.models.run.native import NativeModel
 from forerun.models.weights.transform import CheckpointWeights, transform
 from here import where
-from modules import requested
+from modules import logits_of, requested
 from refusals import refused
 from rounding import apart, bound, by_chance
 
@@ -103,9 +103,7 @@ def together(models, work):
 
 
 def logits(model):
-    tokens = [(7 * index + 1) % TOKENS for index in range(ROWS)]
-    attention = new_attention(model, max_seqs=1, max_len=64, page_size=8)
-    return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), attention).logits
+    return logits_of(model, [(7 * index + 1) % TOKENS for index in range(ROWS)], page_size=8)
 
 
 @pytest.mark.parametrize("name", CASES)
