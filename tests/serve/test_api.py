@@ -1,7 +1,7 @@
 """The HTTP API, spoken by the ``openai`` package and by hand."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from running import closed, wait_idle
@@ -253,22 +253,20 @@ def test_a_trace_begins_with_the_answers_text(server):
 
 def test_clients_that_go_cost_the_others_nothing(client, server, expected):
     """Streams are left, and connections dropped, while others wait for their answers and are given them."""
-    answers = []
 
     def stay():
         answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
-        answers.append(answer.choices[0].text)
+        return answer.choices[0].text
 
-    staying = [threading.Thread(target=stay) for _ in range(6)]
-    for thread in staying:
-        thread.start()
-        with client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-        ) as stream:
-            next(iter(stream))
-    for thread in staying:
-        thread.join()
-    assert answers == [expected["completion"].text] * 6
+    with ThreadPoolExecutor(6) as threads:
+        staying = []
+        for _ in range(6):
+            staying.append(threads.submit(stay))
+            with client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+            ) as stream:
+                next(iter(stream))
+        assert [each.result() for each in staying] == [expected["completion"].text] * 6
     wait_idle(server)
 
 

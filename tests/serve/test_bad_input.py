@@ -3,6 +3,7 @@
 import json
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -251,20 +252,12 @@ def test_a_context_that_is_too_short_has_its_code(server):
 
 def test_others_lose_nothing(server, plain, good_text):
     """Good requests and wrong ones at the same time."""
-    answers = []
-
-    def ask():
-        body = {"prompt": "def parse(", "temperature": 0.9, "seed": 11, "max_tokens": 40}
-        answers.append(httpx2.post(server.url + COMPLETIONS, json=body, timeout=60))
-
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for path, body, _, _ in WRONG:
-        assert server.post(path, body).status_code == 400
-    for thread in threads:
-        thread.join()
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == [good_text] * 6
+    good = {"prompt": "def parse(", "temperature": 0.9, "seed": 11, "max_tokens": 40}
+    with ThreadPoolExecutor(6) as threads:
+        answers = threads.map(lambda _: httpx2.post(server.url + COMPLETIONS, json=good, timeout=60), range(6))
+        for path, body, _, _ in WRONG:
+            assert server.post(path, body).status_code == 400
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == [good_text] * 6
 
 
 @pytest.fixture(scope="module", autouse=True)

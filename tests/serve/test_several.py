@@ -190,11 +190,11 @@ def test_the_least_recently_used_makes_room(here, loads):
         assert sum(each["size"] for each in http.get("/api/ps").json()["models"]) == several._used()
 
 
-def streamed(http, model, texts):
+def streamed(http, model):
     with http.stream("POST", "/v1/completions", json={**LONG, "model": model}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
-    texts[model] = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
 def test_a_stream_is_never_cut(here, loads, alone, slow):
@@ -202,17 +202,14 @@ def test_a_stream_is_never_cut(here, loads, alone, slow):
     with library() as (several, _, http):
         for name in (A, B):
             ask(http, name)
-        texts, threads = {}, []
-        for work in (lambda: streamed(http, A, texts), lambda: streamed(http, B, texts)):
-            threads.append(threading.Thread(target=work))
-            threads[-1].start()
-        until(lambda: all(entry.users for entry in several.entries.values()))
-        third = ask(http, C)
-        assert third["choices"][0]["text"] == alone(C)
-        assert texts, "it was loaded while both were in use"
-        for thread in threads:
-            thread.join(60)
-        assert texts == {name: alone(name, max_tokens=LONG["max_tokens"]) for name in (A, B)}
+        with ThreadPoolExecutor(2) as threads:
+            streams = [threads.submit(streamed, http, name) for name in (A, B)]
+            until(lambda: all(entry.users for entry in several.entries.values()))
+            third = ask(http, C)
+            assert third["choices"][0]["text"] == alone(C)
+            assert any(stream.done() for stream in streams), "it was loaded while both were in use"
+            texts = [stream.result(60) for stream in streams]
+        assert texts == [alone(name, max_tokens=LONG["max_tokens"]) for name in (A, B)]
         assert loads == [A, B, C]
 
 
@@ -418,19 +415,16 @@ def test_options_that_do_not_go_together(options, message, capsys):
 
 
 def test_a_drain_waits_for_answers_of_all_models(here, slow):
-    with library() as (several, _, http):
-        texts = {}
+    with library() as (several, _, http), ThreadPoolExecutor(1) as threads:
         ask(http, B, max_tokens=1)
-        reader = threading.Thread(target=streamed, args=[http, A, texts])
-        reader.start()
+        text = threads.submit(streamed, http, A)
         until(lambda: A in several.loaded() and several.loaded()[A].server.engine.streams)
         (stream,) = several.loaded()[A].server.engine.streams
         asyncio.run_coroutine_threadsafe(several.drain(60), stream.loop).result(90)
         assert http.get("/health").json()["error"]["code"] == "shutting_down"
         late = http.post("/v1/completions", json={**ASK, "model": B})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
-        reader.join(30)
-        assert len(texts[A]) == LONG["max_tokens"]
+        assert len(text.result(30)) == LONG["max_tokens"]
 
 
 def test_a_drain_refuses_who_waits_for_a_model(here, monkeypatch):

@@ -414,45 +414,36 @@ def test_changing_threads_within_an_answer_changes_no_bit(llm):
 def test_engines_in_two_threads_do_not_change_each_others_number():
     usual = torch.get_num_threads()
     entered, left = threading.Event(), threading.Event()
-    seen = []
 
     def other():
         with kernels.on_threads(usual + 2):
             entered.set()
             left.wait(10)
-            seen.append(kernels.threads())
-        seen.append(kernels.threads())
+            inside = kernels.threads()
+        return inside, kernels.threads()
 
-    thread = threading.Thread(target=other)
-    with kernels.on_threads(usual + 1):
-        thread.start()
-        assert entered.wait(10)
-        assert kernels.threads() == usual + 1
-    left.set()
-    thread.join()
-    assert seen == [usual + 2, usual]
+    with ThreadPoolExecutor(1) as threads:
+        with kernels.on_threads(usual + 1):
+            seen = threads.submit(other)
+            assert entered.wait(10)
+            assert kernels.threads() == usual + 1
+        left.set()
+    assert seen.result() == (usual + 2, usual)
     assert kernels.threads() == usual
 
 
 def test_torch_leaves_the_cores_to_the_kernels(two_threads):
     usual = torch.get_num_threads()
-    seen = []
-
-    def other():
-        torch.zeros(3).sum()
-        seen.append(torch.get_num_threads())
-
     with kernels.on_threads(usual + 1, alone=True):
         assert (torch.get_num_threads(), kernels.threads()) == (1, usual + 1)
         with kernels.all_torch_threads():
             assert torch.get_num_threads() == usual
         assert torch.get_num_threads() == 1
-        thread = threading.Thread(target=other)  # whose number is its own
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as threads:  # whose number is its own
+            assert threads.submit(lambda: (torch.zeros(3).sum(), torch.get_num_threads())[1]).result() == usual
     with kernels.on_threads(usual + 1), kernels.all_torch_threads():
         assert torch.get_num_threads() == usual
-    assert (seen, torch.get_num_threads()) == ([usual], usual)
+    assert torch.get_num_threads() == usual
 
 
 @pytest.fixture

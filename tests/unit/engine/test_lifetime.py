@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,17 +125,12 @@ def test_an_error_within_closes_too(tiny_target):
 
 def test_close_waits_for_a_call_of_another_thread(tiny_target):
     llm = LLM(tiny_target, speculative_config=None)
-    began, results = threading.Event(), []
-
-    def call():
-        results.extend(llm.generate(PROMPTS, PARAMS, on_update=lambda update: began.set()))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert began.wait(60)
-    llm.close()
-    thread.join()
-    assert [len(output.outputs[0].token_ids) for output in results] == [12, 12]
+    began = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        results = threads.submit(llm.generate, PROMPTS, PARAMS, on_update=lambda update: began.set())
+        assert began.wait(60)
+        llm.close()
+    assert [len(output.outputs[0].token_ids) for output in results.result()] == [12, 12]
     refused(ConfigError, "on_update must not call its own", _close_within, tiny_target)
 
 

@@ -4,6 +4,7 @@ signals, and over thousands of starts and stops."""
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,21 +61,15 @@ def test_ten_thousand_starts_and_stops():
 def test_callers_at_once():
     runs = [product(seed) for seed in range(CALLERS)]
     expected = [run(1) for run in runs]
-    wrong = []
 
-    def call(index):
-        for turn in range(200):
-            if not torch.equal(runs[index](2 + turn % 3), expected[index]):
-                wrong.append(index)
+    def call(run, same):
+        return [turn for turn in range(200) if not torch.equal(run(2 + turn % 3), same)]
 
-    callers = [threading.Thread(target=call, args=(index,)) for index in range(CALLERS)]
-    for caller in callers:
-        caller.start()
-    for _ in range(20):
-        rest()  # while others call
-    for caller in callers:
-        caller.join()
-    assert not wrong
+    with ThreadPoolExecutor(CALLERS) as threads:
+        wrong = threads.map(call, runs, expected)
+        for _ in range(20):
+            rest()  # while others call
+        assert [*wrong] == [[]] * CALLERS
 
 
 def forked(work):
