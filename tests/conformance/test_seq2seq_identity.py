@@ -167,18 +167,12 @@ def test_lookup_copies_from_the_source(engine):
 
 
 @pytest.fixture
-def encoded(monkeypatch):
+def encoded(listen):
     """Which sources each call of the encoder reads."""
     from forerun.models.run.encdec import EncoderDecoder
 
     calls = []
-    encode = EncoderDecoder._encode
-
-    def watched(self, sources):
-        calls.append(list(sources))
-        return encode(self, sources)
-
-    monkeypatch.setattr(EncoderDecoder, "_encode", watched)
+    listen(EncoderDecoder, "_encode", lambda self, sources: calls.append(list(sources)))
     return calls
 
 

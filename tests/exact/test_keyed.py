@@ -116,7 +116,7 @@ def test_two_drafters_in_one_tree(name):
 
 
 @pytest.mark.parametrize("name", [name for name in rules if rules[name].needs_q])
-def test_no_noise_is_met_twice(name, monkeypatch):
+def test_no_noise_is_met_twice(name, monkeypatch, listen):
     """Draws, tests and residuals of one request: every round, parent and trial has noise of its own."""
     met = []
 
@@ -124,12 +124,7 @@ def test_no_noise_is_met_twice(name, monkeypatch):
         met.append(key)
         return uniform(key)
 
-    def rows(self, keys, ahead=()):
-        met.extend(keys)
-        return original(self, keys, ahead)
-
-    original = Gumbel.rows
-    monkeypatch.setattr(Gumbel, "rows", rows)
+    listen(Gumbel, "rows", lambda self, keys, ahead=(): met.extend(keys))
     monkeypatch.setattr("forerun.sampling.draw.uniform", recorded)
     monkeypatch.setattr("forerun.speculate.accept.base.uniform", recorded)
     for rule in variants(name):

@@ -214,16 +214,23 @@ def tuned_folder(tuned_target, tmp_path_factory):
 
 
 @pytest.fixture
-def plan(capsys, tiny_target, monkeypatch):
+def listen(monkeypatch):
+    """``listen(owner, name, hear)``: before each call of that function ``hear`` gets what the call is given."""
+
+    def to(owner, name, hear):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, **options: (hear(*given, **options), call(*given, **options))[1]
+        )
+
+    return to
+
+
+@pytest.fixture
+def plan(capsys, tiny_target, monkeypatch, listen):
     """Run the command with predictions that promise much: what it recommends, and what it ran."""
     ran = []
-    run_trial = Trial.run
-
-    def watched(self, configs):
-        ran.extend(map(SpeculativeConfig.parse, configs))
-        return run_trial(self, configs)
-
-    monkeypatch.setattr(Trial, "run", watched)
+    listen(Trial, "run", lambda self, configs: ran.extend(map(SpeculativeConfig.parse, configs)))
     monkeypatch.setattr("forerun.measure.plan.predict", promising)
 
     def call(*options):

@@ -323,18 +323,16 @@ def test_off_means_off(llm):
     assert off.engine.pools[0].num_free == off.engine.pools[0].num_pages
 
 
-def test_answers_to_one_prompt_read_it_once(paged, monkeypatch):
+def test_answers_to_one_prompt_read_it_once(paged, listen):
     """Four answers queued at once: the prompt's pages are computed by the first of them."""
     fresh(paged)
     rows = []
-    forward = paged.model.forward
 
     def counting(batch, attention):
         rows.append(sum(span.count for span in batch.spans if span.start + span.count <= len(TEXT)))
-        return forward(batch, attention)
 
     params = SamplingParams(temperature=0.9, seed=1, n=4, max_tokens=6, ignore_eos=True)
-    monkeypatch.setattr(paged.model, "forward", counting)
+    listen(paged.model, "forward", counting)
     got = paged.generate(TEXT, params)[0]
     assert len({tuple(output.token_ids) for output in got.outputs}) > 1
     assert len(TEXT) <= sum(rows) <= len(TEXT) + 3 * paged.engine.config.page_size

@@ -106,16 +106,10 @@ def test_a_conversation_that_fills_the_context_says_so(chat):
     assert f"ended by max_tokens {LENGTH}" in chat("hello\n")[2]
 
 
-def test_a_second_turn_reads_only_what_is_new(chat, monkeypatch):
+def test_a_second_turn_reads_only_what_is_new(chat, listen):
     """Counted at the target: a plain round feeds one row, whatever else it is fed is prompt."""
     fed = []
-    forward = NativeModel.forward
-
-    def count(self, batch, cache):
-        fed.append(sum(span.count for span in batch.spans))
-        return forward(self, batch, cache)
-
-    monkeypatch.setattr(NativeModel, "forward", count)
+    listen(NativeModel, "forward", lambda self, batch, cache: fed.append(sum(span.count for span in batch.spans)))
     message = "the cat sat on the mat. " * 8
     code, out, err = chat(f"{message}\nand then?\n", "--spec-method", "none", "--no-invariant")
     assert code == 0

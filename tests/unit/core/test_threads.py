@@ -454,16 +454,10 @@ def two_threads():
 
 @pytest.mark.parametrize(("path", "expected"), [("native", 1), ("hf", 2)])
 def test_an_engine_whose_layers_are_compiled_keeps_torch_to_one_thread(
-    tiny_target, monkeypatch, two_threads, path, expected
+    tiny_target, listen, two_threads, path, expected
 ):
     seen = set()
-    original = engine.speculate
-
-    def speculate(*arguments):
-        seen.add(torch.get_num_threads())
-        return original(*arguments)
-
-    monkeypatch.setattr(engine, "speculate", speculate)
+    listen(engine, "speculate", lambda *_: seen.add(torch.get_num_threads()))
     LLM(tiny_target, model_path=path, speculative_config=None).generate(["a"], SamplingParams(max_tokens=3))
     assert seen == {expected}
     assert torch.get_num_threads() == 2

@@ -132,17 +132,11 @@ def test_a_busy_machine_does_not_decide(form, far, way, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", COMPILED[:2])
-def test_it_is_measured_once_for_each_kind(form, monkeypatch):
+def test_it_is_measured_once_for_each_kind(form, monkeypatch, listen):
     made, asked = layer(form), []
     monkeypatch.setattr(prefetch, "ENOUGH", made.nbytes)
     monkeypatch.setattr(prefetch, "COUNTS", (2, 3))
-    measure = prefetch._measure
-
-    def counted(kind, parts, dtype):
-        asked.append((kind, len(parts)))
-        return measure(kind, parts, dtype)
-
-    monkeypatch.setattr(prefetch, "_measure", counted)
+    listen(prefetch, "_measure", lambda kind, parts, dtype: asked.append((kind, len(parts))))
     both = Joined([made, layer(form, 64)])
     for _ in range(2):
         prefetch.autotune([both, made], torch.bfloat16)

@@ -219,18 +219,17 @@ def test_it_drafts_what_the_dense_form_says(tiny_target, made, count):
     assert drafted == dense.draft(committed, count)
 
 
-def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, monkeypatch):
+def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, listen):
     _, folder, dense = made
     config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3, "accept": "token"}
     llm = LLM(tiny_target, speculative_config=config)
     (drafter,) = llm.engine.router.drafters.values()
-    choose, seen = drafter.chooser.choose, []
+    seen = []
 
     def recorded(logits, rows, *more):
         seen.extend((list(row.sequence.tokens), list(row.path), each.clone()) for row, each in zip(rows, logits))
-        return choose(logits, rows, *more)
 
-    monkeypatch.setattr(drafter.chooser, "choose", recorded)
+    listen(drafter.chooser, "choose", recorded)
     llm.generate([PROMPT], SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True))
     assert len({len(tokens) for tokens, _, _ in seen}) > 2
     for tokens, path, logits in seen:
