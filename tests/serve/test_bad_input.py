@@ -4,6 +4,7 @@ import json
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -346,9 +347,7 @@ def test_a_full_queue_and_a_late_answer(served):
 
 
 def test_a_broken_engine_is_a_clear_500(served, monkeypatch):
-    def broken(batch, attention):
-        raise RuntimeError("the device is lost")
-
+    broken = Mock(side_effect=RuntimeError("the device is lost"))
     with run_server(served) as running:
         monkeypatch.setattr(served.engine.model, "forward", broken)
         answer = running.post(COMPLETIONS, GOOD)

@@ -1,5 +1,7 @@
 """Encoded sources beside a cache, and attention to them and with biases: our kernel against torch."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -77,11 +79,7 @@ def test_the_source_that_was_read_least_recently_makes_room():
 
 
 def test_a_failed_encoder_leaves_nothing():
-    keeper = sources()
-
-    def fail(fresh):
-        raise RuntimeError("no")
-
+    keeper, fail = sources(), Mock(side_effect=RuntimeError("no"))
     refused(RuntimeError, None, keeper.prepare, [Span(0, 0, [1], source=ONE)], fail)
     keeper.check()
     assert not keeper.keys

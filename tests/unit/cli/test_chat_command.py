@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pyte
 import pytest
@@ -318,10 +319,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(tmp_path, content):
 
 
 def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
-    def fail(*arguments, **named):
-        raise RequestError("no")
-
-    monkeypatch.setattr("forerun.cli.chat_session.answer", fail)
+    monkeypatch.setattr("forerun.cli.chat_session.answer", Mock(side_effect=RequestError("no")))
     seen = []
     made = Conversation.__init__
     monkeypatch.setattr(Conversation, "__init__", lambda self, *a, **n: (made(self, *a, **n), seen.append(self))[0])

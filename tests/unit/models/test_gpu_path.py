@@ -143,12 +143,9 @@ def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
         if streams:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def refuse(stream):
-        raise AssertionError("a stream of its own")
-
     for name in ("CUDAGraph", "current_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Mock())
-    monkeypatch.setattr(torch.cuda, "stream", refuse)
+    monkeypatch.setattr(torch.cuda, "stream", Mock(side_effect=AssertionError("a stream of its own")))
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     refused(torch.OutOfMemoryError, None, graphs.Graphs(torch.device("cuda"))._record, body)
@@ -185,9 +182,8 @@ def test_a_rounds_seconds_are_the_devices_own(monkeypatch):
 
 @pytest.mark.parametrize("path", ["native", "hf"])
 def test_no_memory_for_weights(target, monkeypatch, path):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has more to say")
-
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has more to say")
+    fail = Mock(side_effect=full)
     monkeypatch.setattr("forerun.models.load.NativeModel", fail)
     monkeypatch.setattr("forerun.models.run.hf.HFModel", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**33))
@@ -196,9 +192,7 @@ def test_no_memory_for_weights(target, monkeypatch, path):
 
 
 def test_no_memory_for_caches(target, monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("forerun.cache.pool.zeros", fail)
     refused(ConfigError, "the GPU does not give .* MB for KV caches: lower .* or set gpu_memory_utilization",
             LLM, target, device="cpu", speculative_config=None)  # fmt: skip
@@ -211,11 +205,8 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch, said):
         warnings.warn(f"CUDA initialization: {old}", UserWarning, stacklevel=2)
         return False
 
-    def fail():
-        raise RuntimeError(old)
-
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", Mock(side_effect=RuntimeError(old)))
     assert parse_device(None) == torch.device("cpu")
     assert said.messages == ["runs on the CPU: CUDA initialization: " + old.replace("\n", " ")]
     refused(ConfigError, "device 'cuda' cannot be used: The NVIDIA driver .* too old", parse_device, "cuda")

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,10 +141,8 @@ def test_a_full_disk_is_no_error(model, monkeypatch, here):
         assert torch.equal(said(model), expected)
         assert weight_cache.files() == []
 
-    def write(path, *arguments, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(weight_cache, "replace_with", write)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(weight_cache, "replace_with", Mock(side_effect=full))
     assert torch.equal(said(model), expected)
     assert weight_cache.files() == []
 
