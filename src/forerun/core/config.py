@@ -107,7 +107,9 @@ def check_types(kind: type, options: Mapping[str, Any]) -> None:
     JSON and command lines may bring strings for numbers.
     """
     for item in fields(kind):
-        names = [name.strip() for name in str(item.type).split("|")]
+        # Without ``from __future__ import annotations``, a plug-in's types are classes and not their names.
+        named = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+        names = [name.strip() for name in named.split("|")]
         if item.name not in options or set(names[1:]) - {"None"}:
             continue
         value = options[item.name]

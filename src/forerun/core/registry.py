@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, one_line
 
 T = TypeVar("T")
 
@@ -71,14 +71,24 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def _load(self, point: metadata.EntryPoint) -> type[T]:
+        package = point.dist.name if point.dist is not None else point.value
+        broken = f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded"
         try:
             result: type[T] = point.load()
-            return result
-        except (ImportError, AttributeError) as error:
-            package = point.dist.name if point.dist is not None else point.value
-            raise ConfigError(
-                f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded: {error}"
-            ) from error
+        except Exception as error:  # a package may raise anything
+            raise ConfigError(f"{broken}: {one_line(error)}") from error
+        if not isinstance(result, type):
+            raise ConfigError(f"{broken}: {point.value} is no class")
+        return result
+
+    def loadable(self) -> Iterator[str]:
+        """Yields the names without those of broken packages."""
+        for name in self:
+            try:
+                _ = self[name]
+            except ConfigError:
+                continue
+            yield name
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and (name in self._items or name in self._names or name in self._points)

@@ -104,7 +104,7 @@ class SpeculativeConfig:
         synthetic = {key: remaining.pop(key) for key in SYNTHETIC if key in remaining}
         rule_config = rule.config_class(**{key: remaining.pop(key) for key in rule.options() if key in remaining})
         for key in remaining:
-            owners = [name for name in rules if key in rules[name].options()]
+            owners = [name for name in rules.loadable() if key in rules[name].options()]
             if owners:
                 raise ConfigError(
                     f"speculative_config: accept={accept!r} has no option {key!r}; it belongs to {', '.join(owners)}"

@@ -124,16 +124,31 @@ def test_a_name_of_the_laboratory_says_how_to_install_it(monkeypatch):
     refused(ForerunError, r"no bundled model is called 'medusa'.*pip install \./lab", forerun.pretrained.path, "medusa")
 
 
-def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("point", "why"),
+    [
+        ("no_such_module:Bad", "No module"),
+        ("broken_one:Bad", "at import"),
+        ("broken_one_more:Bad", "invalid syntax"),
+        ("time:sleep", "time:sleep is no class"),
+        ("time:nothing", "AttributeError"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp_path, monkeypatch, point, why):
+    (tmp_path / "broken_one.py").write_text("raise RuntimeError('at import')", encoding="utf-8")
+    (tmp_path / "broken_one_more.py").write_text("def", encoding="utf-8")
     record = tmp_path / "broken_plugin-1.dist-info"
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1\n", encoding="utf-8")
-    (record / "entry_points.txt").write_text("[forerun.broken]\nbad = no_such_module:Bad\n", encoding="utf-8")
+    (record / "entry_points.txt").write_text(f"[forerun.broken]\nbad = {point}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     registry = Registry("method", "forerun.broken")
     assert list(registry) == ["bad"]
-    with pytest.raises(ConfigError, match="'bad' of the installed package broken-plugin cannot be loaded: No module"):
-        registry["bad"]
+    refused(
+        ConfigError, f"'bad' of the installed package broken-plugin cannot be loaded: {why}", lambda: registry["bad"]
+    )
+    registry.register("good")(Registry)
+    assert [*registry.loadable()] == ["good"]  # whoever names another method is told of that one
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class DrafterConfig:
         names = {field.name for field in fields(cls)}
         for key in options:
             if key not in names:
-                owners = [n for n in drafters if key in {f.name for f in fields(drafters[n].config_class)}]
+                owners = [n for n in drafters.loadable() if key in {f.name for f in fields(drafters[n].config_class)}]
                 hint = f" (it belongs to {', '.join(owners)})" if owners else ""
                 has = ", ".join(sorted(names))
                 raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
