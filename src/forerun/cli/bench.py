@@ -202,6 +202,9 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']}: drafter failed, decoding continued without it: {row['draft_error']}")
+    lossy = [row["accept"] for row in rows if row.get("lossless") is False]
+    for rule in dict.fromkeys(lossy):
+        warn(f"rule {rule} is not lossless: drafts may change what the model says")
     repeated = about["prompt_repetition_rate"]
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
     print()
@@ -209,7 +212,8 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
         f"{_ran(about)}, {about['processor']}",
         f"{about['prompts']} {about['prompt_set']} prompts of {_lengths(about)} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
-        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}",
+        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}, "
+        f"seed {about['seed']}",
         *map(line, about["weights"]),
     ):
         print(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))

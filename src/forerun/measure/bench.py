@@ -83,6 +83,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> di
             contender.close()
         gc.collect()
     about = _about(llm, config, prompts, rows, held) | {"synthetic": _synthetic(options)}
+    about["speculative_configs"] = dict(zip(labels(options), options, strict=True))
     about |= {"prompts_left_out": 0, "offline": None} if written is None else written.facts()
     return {"environment": about, "rows": rows, "categories": categories, "left_out": left_out}
 
@@ -112,6 +113,7 @@ def _about(
         "prompt_tokens": None if written else config.prompt_tokens,
         "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
         "max_tokens": config.max_tokens,
+        "seed": config.seed,
         "repeats": config.repeats,
         "whole": config.whole,
         "prompt_repetition_rate": repetition_rate(prompts),
@@ -176,7 +178,8 @@ def table(
         row: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
         row["tree"] = None
         row |= contender.facts()
-        row["tokens_per_second"] = median(m.tokens_per_second for m in result)
+        row["speeds"] = [m.tokens_per_second for m in result]  # by repeat: those of all rows are pairs
+        row["tokens_per_second"] = median(row["speeds"])
         ratios = [m.tokens_per_second / p.tokens_per_second for m, p in zip(result, plain)]
         row["speedup"], row["speedup_range"] = median(ratios), [min(ratios), max(ratios)]
         row["speedup_error"] = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None

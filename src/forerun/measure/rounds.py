@@ -251,6 +251,7 @@ class EngineContender:
         drafter = speculative.drafter
         return {
             "accept": speculative.accept if drafter is not None else None,
+            "lossless": self.engine.rule.lossless,
             "length": speculative.length if drafter is not None else None,
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter is not None else None,
             "tree": _tree(drafter),

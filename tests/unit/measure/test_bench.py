@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import groupby
+from statistics import median
 from time import perf_counter
 
 import pytest
@@ -79,6 +80,19 @@ def test_rows_say_what_was_measured(bench, tiny_draft):
             assert len(peers) == (3 if batch == 1 else 0)
     assert result["environment"]["model_path"].startswith("native")
     assert result["environment"]["threads"] == 1
+    assert result["environment"]["seed"] == 0
+    assert all(row["tokens_per_second"] == median(row["speeds"]) and row.get("lossless") is not False for row in rows)
+    assert set(result["environment"]["speculative_configs"]) >= {"none", "draft_model"}
+
+
+def test_a_lossy_rule_is_named_and_the_seed_is_shown(capsys, tiny_target):
+    options = ["--methods", "ngram", "--accept", "coupled,lenient", "--seed", "5", "--no-fastest"]
+    assert run(["bench", "--model", tiny_target, *SMALL, *options]) == 0
+    out, err = capsys.readouterr()
+    assert "seed 5" in " ".join(out.split())
+    assert [line for line in err.splitlines() if "not lossless" in line] == [
+        "warning: rule lenient is not lossless: drafts may change what the model says"
+    ]
 
 
 @pytest.mark.parametrize(
