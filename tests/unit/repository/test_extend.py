@@ -1,4 +1,4 @@
-"""The pages that add an acceptance rule and a family, as they stand there."""
+"""The pages that add a rule, a family, a length policy and a drafter that samples, as they stand there."""
 
 import re
 from pathlib import Path
@@ -29,17 +29,19 @@ print(answer.outputs[0].token_ids == expected)
 
 
 @pytest.mark.slow
-def test_a_rule_and_a_family(warm, tmp_path, tiny_target):
-    """Each page's first block is a module; the rule's second block, and ``CHECK`` of the family, run beside them."""
+def test_examples_of_extensions(warm, tmp_path, tiny_target):
+    """Each page's first block is a module; the others' second blocks, and ``CHECK`` of the family, run beside them."""
     examples = []
-    for page in ("rule.md", "family.md"):
+    for page in ("rule.md", "distribution.md", "policy.md", "family.md"):
         text = (ROOT / "docs" / "extend" / page).read_text(encoding="utf-8")
         module, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         (tmp_path / module.split("\n")[0].removeprefix("# ")).write_text(module, encoding="utf-8")
         examples.append(example)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{examples[0]}{CHECK}"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{''.join(examples[:3])}{CHECK}"
     done = warm.run(str(tmp_path / "model"), tiny_target, code=code)
     assert done.returncode == 0, done.stderr
-    histogram, same = done.stdout.strip().splitlines()[-2:]
+    histogram, sampled, steps, same = done.stdout.strip().splitlines()[-4:]
+    assert re.fullmatch(r"[1-9]\d* None", sampled)  # drafts, and no error
+    assert re.search(r"\b[1-9]", steps)
     assert re.fullmatch(r"[\[(]\d+, \d+(, 0)*[\])]", histogram)
     assert same == "True"
