@@ -78,12 +78,12 @@ def test_a_q_that_nothing_was_drawn_from_would_be_noticed(speculating, distribut
     (drafter,) = engine.router.drafters.values()
     propose = drafter.propose
 
-    def shrunk(sequences, budgets):
+    def moved(sequences, budgets):
         drafts = propose(sequences, budgets)
         for draft in drafts:
             if draft.q is not None:
-                draft.q = draft.q * 1e-6
+                draft.q = draft.q.roll(1, dims=1)
         return drafts
 
-    drafter.propose = shrunk
+    drafter.propose = moved
     assert pvalue(counted(engine)[0], distribution) < 1e-9

@@ -69,8 +69,8 @@ def test_a_drafter_that_raises_costs_nobody_an_answer(engine, keys, plain, case,
 NONSENSE = {
     "a drafted token is outside the vocabulary of 98": lambda n: [Draft.chain([98])] * n,
     "a drafted token is outside the vocabulary of 98 ": lambda n: [Draft.chain([5, -1])] * n,
-    "a draft of 9 nodes and depth 9": lambda n: [Draft.chain([5] * 9)] * n,
-    "a draft of 9 nodes and depth 1": lambda n: [Draft.tree(list(range(9)), [-1] * 9)] * n,
+    "a draft of depth 9 for a budget of": lambda n: [Draft.chain([5] * 9)] * n,
+    "a draft of 9 nodes where nodes_by_depth says": lambda n: [Draft.tree(list(range(9)), [-1] * 9)] * n,
     "drafts for": lambda n: [Draft()] * (n - 1),
 }
 

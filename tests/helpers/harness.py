@@ -120,11 +120,12 @@ def check_idle(engine, jobs):
 
 
 def kept(part, ids, seen=()):
-    """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
-    result = []
+    """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it. A table with
+    larger keys is one by token."""
+    result, known = [], range(-1, max(ids, default=0) + 1)
     for name, value in vars(part).items():
         for holder in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(holder, dict) and name != "after" and ids & set(holder):
+            if isinstance(holder, dict) and ids & set(holder) and all(key in known for key in holder):
                 result.append(name)
             if name in ("base", "inner", "policy") and id(holder) not in seen:
                 result += kept(holder, ids, (*seen, id(holder)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -144,6 +145,29 @@ class Draft:
             self.trials.append([])
         self.trials[parent + 1].append(Trial(node, row))
         return node
+
+    def check(self) -> set[int]:
+        """The rows of ``q`` that its trials were drawn from. Raises ValueError for what is no tree, or has no q."""
+        count = len(self.ids)
+        if {*map(type, self.ids)} != {int} and not all(isinstance(token, Integral) for token in self.ids):
+            raise ValueError("drafted tokens must be integers")
+        if len(self.parents) != count or len(self.trials) != count + 1:
+            raise ValueError(f"{len(self.parents)} parents and {len(self.trials)} lists of trials for {count} nodes")
+        if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError("the parent of a node must be an earlier node, or -1")
+        rows, seen = set[int](), set[int]()
+        for parent, trials in enumerate(self.trials, -1):
+            for node, row in trials:
+                if not 0 <= node < count or self.parents[node] != parent:
+                    raise ValueError(f"trials of node {parent} name node {node}, which is not its child")
+                seen.add(node)
+                rows.add(row)
+        if len(seen) < count:
+            raise ValueError("each node must be a trial of its parent: use Draft.add or Draft.chain")
+        rows.discard(POINT_MASS)
+        if rows and self.q is None:
+            raise ValueError("trials name rows of q, and there is no q")
+        return rows
 
     @property
     def is_chain(self) -> bool:

@@ -17,7 +17,7 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.config import drawn
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.threads import MOST_THREADS, CoresLeft, Threads, check_threads, usable_cores
@@ -242,6 +242,8 @@ class Engine:
         Raises:
             RequestError: it cannot be run.
         """
+        if not isinstance(speculate, bool):
+            raise RequestError(f"speculate must be true or false, not {shown(speculate)}", param="speculate")
         search = params if isinstance(params, BeamSearchParams) else None
         if search is not None:
             params = beams.admit(search, self.model.info, trace)

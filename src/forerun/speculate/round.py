@@ -65,6 +65,9 @@ def _accept(rule: Rule, result: Verification, sampler: Sampler, count: int) -> l
     """One verdict for each of the round's ``count`` sequences; empty for those that read a prompt or are beams."""
     verdicts = [Verdict() for _ in range(count)]
     chosen = [index for index, sequence in enumerate(result.scores.sequences) if sequence.group is None]
-    for index, verdict in zip(chosen, rule.accept(result.scores.select(chosen), sampler) if chosen else []):
+    accepted = rule.accept(result.scores.select(chosen), sampler) if chosen else []
+    if len(accepted) != len(chosen):
+        raise ValueError(f"rule {rule.name!r} returned {len(accepted)} verdicts for {len(chosen)} sequences")
+    for index, verdict in zip(chosen, accepted):
         verdicts[result.deciding[index]] = verdict
     return verdicts

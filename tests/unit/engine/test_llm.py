@@ -16,6 +16,13 @@ def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("given", [None, "auto", 0])
+def test_speculate_is_a_flag(llm, given):
+    refused(
+        ForerunError, f"speculate must be true or false, not {given!r}", llm().generate, "a", SHORT, speculate=given
+    )
+
+
 def test_prompts_and_options_may_come_one_by_one(llm):
     model = llm()
     expected = tokens(model.generate(["the cat", "a dog"], [SHORT, COLD]))

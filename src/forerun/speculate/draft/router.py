@@ -6,14 +6,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from forerun.cache.pool import Pool
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.run.base import Model
-from forerun.speculate.draft.base import Drafter
+from forerun.speculate.draft.base import DraftContext, Drafter
 from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
+TOLERANCE = 1e-2
+"""By how much the sum of a row of q may differ from 1: it may be of half precision."""
 
 
 class Router:
@@ -48,6 +52,8 @@ class Router:
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
         self._asked = []
+        if len(budgets) != len(sequences):
+            raise ValueError(f"a length policy returned {len(budgets)} budgets for {len(sequences)} sequences")
         if not any(budgets):
             return drafts
         for name, indices in self._groups(sequences).items():
@@ -56,10 +62,11 @@ class Router:
             if not asked:
                 continue
             self._asked.append(name)
-            chosen = [sequences[i] for i, _ in asked]
+            chosen, lengths = [sequences[i] for i, _ in asked], [len(sequences[i].tokens) for i, _ in asked]
             try:
                 proposed = drafter.propose(chosen, [budget for _, budget in asked])
-                _check(proposed, chosen, [budget for _, budget in asked], drafter.context.sampler.vocab_size)
+                _check_texts(chosen, lengths)
+                _check(proposed, chosen, [budget for _, budget in asked], drafter.context)
             except Exception as error:  # noqa: BLE001 - a drafter is a plug-in; its requests must survive it
                 self._fail(drafter, [sequences[i] for i in indices], error)
                 continue
@@ -87,7 +94,7 @@ class Router:
         for sequence in sequences:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
             sequence.drafter = None
-            drafter.release(sequence)
+            _release(drafter, sequence)
         for pool in drafter.pools():
             pool.scrub()  # a state may be half that of another token
 
@@ -119,17 +126,58 @@ class Router:
 
     def release(self, sequence: RequestState) -> None:
         for drafter in self.drafters.values():
-            drafter.release(sequence)
+            _release(drafter, sequence)
 
 
-def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError for drafts that cannot be verified."""
+def _release(drafter: Drafter[Any], sequence: RequestState) -> None:
+    try:
+        drafter.release(sequence)
+    except Exception as error:
+        log.error("drafter %s failed to release a request", drafter.name, exc_info=error)
+
+
+def _check_texts(sequences: Requests, lengths: Sequence[int]) -> None:
+    """Takes back tokens that a drafter has added to a text. Raises ValueError if one did."""
+    changed = [(s, n) for s, n in zip(sequences, lengths) if len(s.tokens) != n]
+    for sequence, length in changed:
+        del sequence.tokens[length:]
+    if changed:
+        raise ValueError("the drafter changed sequence.tokens, which is the request's own list: draft on a copy")
+
+
+def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], context: DraftContext) -> None:
+    """Raises ValueError for drafts that cannot be verified, or that would change what the target says."""
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
+    vocab_size, rule = context.sampler.vocab_size, context.rule
+    drawn: dict[int, tuple[torch.Tensor, set[int]]] = {}
     for draft, sequence, budget in zip(drafts, sequences, budgets):
         if not len(draft):
             continue
-        if draft.depth > budget or (sequence.draft_budget is not None and len(draft) > sequence.draft_budget):
-            raise ValueError(f"a draft of {len(draft)} nodes and depth {draft.depth} for a budget of {budget}")
+        rows = draft.check()
+        if draft.depth > budget:
+            raise ValueError(f"a draft of depth {draft.depth} for a budget of {budget}")
+        if sequence.draft_budget is not None and len(draft) > sequence.draft_budget:
+            raise ValueError(f"a draft of {len(draft)} nodes where nodes_by_depth says {sequence.draft_budget} at most")
         if draft.late is None and (min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size):
             raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")
+        if not rule.trees and not draft.is_chain:
+            raise ValueError(f"a draft that branches, where accept={rule.name!r} supports chains only")
+        if rows and draft.q is not None:
+            drawn.setdefault(id(draft.q), (draft.q, set()))[1].update(rows)
+    for q, rows in drawn.values():
+        _check_q(q, rows, vocab_size, compared=rule.needs_q)
+
+
+def _check_q(q: torch.Tensor, rows: set[int], vocab_size: int, *, compared: bool) -> None:
+    """Raises ValueError unless these rows of q are there and, if they are ``compared`` with p, are distributions."""
+    if q.dim() != 2 or q.shape[1] != vocab_size or not q.is_floating_point():
+        raise ValueError(f"q is [rows, {vocab_size}] of floats, not {[*q.shape]} of {q.dtype}")
+    if min(rows) < 0 or max(rows) >= len(q):
+        raise ValueError(f"a token was drawn from row {max(rows)} of a q of {len(q)} rows")
+    if not compared or not q.is_cpu:  # nobody waits for a GPU's
+        return
+    chosen = (q if len(rows) == len(q) else q[sorted(rows)]).float()
+    sums = chosen.sum(dim=1).tolist()
+    if not (chosen.min().item() >= 0 and all(abs(each - 1) <= TOLERANCE for each in sums)):  # also for NaN
+        raise ValueError("each row of q must be probabilities that add up to 1")
