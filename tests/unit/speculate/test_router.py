@@ -73,6 +73,11 @@ def appending(sequence):
     return Draft.chain([5])
 
 
+def appending_and_raising(sequence):
+    sequence.tokens.append(5)
+    raise RuntimeError("after that")
+
+
 def one(**fields):
     return lambda sequence: Draft(**{"ids": [5], "parents": [-1], "trials": [[Trial(0)], []], **fields})
 
@@ -91,6 +96,7 @@ FAULTS = {
     "a token that is no integer": (one(ids=[1.5]), "must be integers"),
     "a token beyond the vocabulary": (one(ids=[10**6]), "outside the vocabulary"),
     "a text that was added to": (appending, "changed sequence.tokens"),
+    "a text that was added to before an error": (appending_and_raising, "after that"),
 }
 UNFIT = {
     "NaN": drawn(even() * float("nan")),

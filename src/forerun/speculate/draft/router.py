@@ -65,9 +65,12 @@ class Router:
             chosen, lengths = [sequences[i] for i, _ in asked], [len(sequences[i].tokens) for i, _ in asked]
             try:
                 proposed = drafter.propose(chosen, [budget for _, budget in asked])
-                _check_texts(chosen, lengths)
+                if [len(sequence.tokens) for sequence in chosen] != lengths:
+                    raise ValueError("the drafter changed sequence.tokens, the request's own list: draft on a copy")
                 _check(proposed, chosen, [budget for _, budget in asked], drafter.context)
             except Exception as error:  # noqa: BLE001 - a drafter is a plug-in; its requests must survive it
+                for sequence, length in zip(chosen, lengths):
+                    del sequence.tokens[length:]
                 self._fail(drafter, [sequences[i] for i in indices], error)
                 continue
             for (i, _), draft in zip(asked, proposed, strict=True):
@@ -134,15 +137,6 @@ def _release(drafter: Drafter[Any], sequence: RequestState) -> None:
         drafter.release(sequence)
     except Exception as error:
         log.error("drafter %s failed to release a request", drafter.name, exc_info=error)
-
-
-def _check_texts(sequences: Requests, lengths: Sequence[int]) -> None:
-    """Takes back tokens that a drafter has added to a text. Raises ValueError if one did."""
-    changed = [(s, n) for s, n in zip(sequences, lengths) if len(s.tokens) != n]
-    for sequence, length in changed:
-        del sequence.tokens[length:]
-    if changed:
-        raise ValueError("the drafter changed sequence.tokens, which is the request's own list: draft on a copy")
 
 
 def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], context: DraftContext) -> None:
