@@ -61,7 +61,8 @@ def method_configs(
             configs.append(config)
     for key in shared:
         if key not in used:
-            raise ConfigError(f"no method of {', '.join(methods)} has an option {key!r}")
+            instead = ": rules are named by --accept" if key == "accept" else ""
+            raise ConfigError(f"no method of {', '.join(methods)} has an option {key!r}{instead}")
     return configs
 
 

@@ -62,3 +62,9 @@ def test_what_is_chosen_for_all_methods_is_no_option_of_one(key):
 @pytest.mark.parametrize("shared", [{"num_speculative_tokens": 5}, {"ngram": {"num_speculative_tokens": 5}}])
 def test_a_draft_length_given_twice_is_refused(shared):
     refused(ConfigError, "twice", method_configs, ["ngram"], ["coupled"], ["fixed"], [2, 4], shared)
+
+
+@pytest.mark.parametrize(("key", "more"), [("accept", ": rules are named by --accept"), ("max_ordr", "")])
+def test_an_option_that_no_method_has(key, more):
+    with pytest.raises(ConfigError, match=f"no method of ngram has an option '{key}'{more}$"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {key: "token"})
