@@ -22,8 +22,9 @@ BEHIND = ("draft_model", "eagle", "mtp")
 """Methods that are asked where a look-up found nothing that pays."""
 LOOKUP = 15
 """Most tokens that are looked up before another drafter is asked."""
-LARGE = 64 << 20
-"""Bytes of the smallest target for which this is kept: for smaller ones the policy learns in a moment."""
+LARGE = 16 << 20
+"""Bytes of the smallest target for which this is kept. A process that finds no prices measures them, which takes as
+long as 150 plain rounds: longer than an answer."""
 
 
 def choose(

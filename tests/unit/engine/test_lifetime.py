@@ -105,6 +105,14 @@ def test_beams_grammars_and_what_auto_remembers(tiny_target, tmp_path, monkeypat
     assert [json.loads(path.read_text())["value"] for path in tmp_path.glob("lengths/*.json")] == [{"kept": True}]
 
 
+def test_what_is_learnt_about_the_bundled_pair_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(Adaptive, "state", lambda policy: {"kept": True})
+    with LLM() as llm:
+        llm.generate(PROMPTS, PARAMS)
+    assert [json.loads(path.read_text())["value"] for path in tmp_path.glob("lengths/*.json")] == [{"kept": True}]
+
+
 def test_close_frees_at_once_whoever_still_has_the_llm(tiny_target):
     with uncollected():
         with used(tiny_target, speculative_config={"method": "ngram"}) as llm:
