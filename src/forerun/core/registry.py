@@ -75,10 +75,10 @@ class Registry(Generic[T]):
         broken = f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded"
         try:
             result: type[T] = point.load()
-        except Exception as error:  # a package may raise anything
+        except Exception as error:  # a package may raise anything; whoever asks for it is told
             raise ConfigError(f"{broken}: {one_line(error)}") from error
         if not isinstance(result, type):
-            raise ConfigError(f"{broken}: {point.value} is no class")
+            raise ConfigError(f"{broken}: {point.value} is not a class")
         return result
 
     def loadable(self) -> Iterator[str]:

@@ -147,7 +147,7 @@ class Draft:
         return node
 
     def check(self) -> set[int]:
-        """The rows of ``q`` that its trials were drawn from. Raises ValueError for what is no tree, or has no q."""
+        """The rows of ``q`` that its trials were drawn from. Raises ValueError if it is not a tree, or lacks its q."""
         count = len(self.ids)
         if {*map(type, self.ids)} != {int} and not all(isinstance(token, Integral) for token in self.ids):
             raise ValueError("drafted tokens must be integers")

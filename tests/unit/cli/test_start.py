@@ -130,7 +130,7 @@ def test_a_name_of_the_laboratory_says_how_to_install_it(monkeypatch):
         ("no_such_module:Bad", "No module"),
         ("broken_one:Bad", "at import"),
         ("broken_one_more:Bad", "invalid syntax"),
-        ("time:sleep", "time:sleep is no class"),
+        ("time:sleep", "time:sleep is not a class"),
         ("time:nothing", "AttributeError"),
     ],
 )

@@ -135,7 +135,7 @@ class Router:
 def _release(drafter: Drafter[Any], sequence: RequestState) -> None:
     try:
         drafter.release(sequence)
-    except Exception as error:
+    except Exception as error:  # a drafter is a plug-in; no request waits for what it forgets
         log.error("drafter %s failed to release a request", drafter.name, exc_info=error)
 
 
