@@ -98,16 +98,9 @@ def weights(kind, outputs, inputs, seed=0):
 
 
 def add(writer, key, value):
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_uint32(key, value)
+    kind = gguf.GGUFValueType.get_type(value)
+    unsigned = kind is gguf.GGUFValueType.INT32  # as published files write their counts
+    writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if unsigned else kind)
 
 
 def finish(writer, path):

@@ -401,49 +401,46 @@ def test_a_projection_of_latents_that_does_not_fit(described, tmp_path):
         load_model(tmp_path)
 
 
+def with_sight(folder, kind, text, **more):
+    """A text model inside one that reads pictures, saved in a folder, and its tensors there."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 16}  # fmt: skip
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=sight, **more)
+    torch.manual_seed(0)
+    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(folder)
+    return module, load_file(folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["ministral3", "mistral4"])
 @torch.inference_mode()
 def test_mistrals_inside_a_model_that_reads_pictures(tmp_path, caplog, name, tied):
     """By the names of published checkpoints, and by those of the module; with an output layer and without."""
     text = {**SIZES, **CASES[name][1], "model_type": name, "tie_word_embeddings": tied}
-    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "head_dim": 8, "patch_size": 4, "image_size": 16}  # fmt: skip
-    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=sight, tie_word_embeddings=tied)
-    torch.manual_seed(0)
-    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    module.save_pretrained(tmp_path)
-    assert any(key.startswith("language_model.model.layers.") for key in load_file(tmp_path / "model.safetensors"))
+    module, tensors = with_sight(tmp_path, "mistral3", text, tie_word_embeddings=tied)
+    assert any(key.startswith("language_model.model.layers.") for key in tensors)
     expected = module(torch.tensor([ids(30)]), use_cache=False).logits[0]
     for _ in range(2):
         with caplog.at_level("INFO", logger="forerun"):
             model = load_model(tmp_path)
         assert "also reads pictures: that part is left out" in caplog.text
         assert (model.info.path.startswith("native"), model.info.max_len) == (True, 256)
-        assert apart(feed(model, Span(0, 0, ids(30))).logits, expected) < bound(config.text_config)
-        state = {
-            key: tensor.clone() for key, tensor in module.state_dict().items() if not tied or key != "lm_head.weight"
-        }
+        assert apart(feed(model, Span(0, 0, ids(30))).logits, expected) < bound(module.config.text_config)
+        state = {k: tensor.clone() for k, tensor in module.state_dict().items() if not tied or k != "lm_head.weight"}
         save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
 
 
 @torch.inference_mode()
 def test_gemma_4_inside_a_model_that_reads_pictures(tmp_path):
     """Vision is left out, and so are keys that nobody reads, which the published checkpoints have."""
-    text = {**SIZES, **CASES["gemma4"][1]}
-    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4}  # fmt: skip
-    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=sight, audio_config=None)
-    torch.manual_seed(0)
-    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    module.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    module, tensors = with_sight(tmp_path, "gemma4", {**SIZES, **CASES["gemma4"][1]}, audio_config=None)
     assert any(name.startswith("model.vision_tower.") for name in tensors)
     unread = "model.language_model.layers.5.self_attn.k_proj.weight"
     assert unread not in tensors
     save_file({**tensors, unread: torch.ones(64, 64)}, tmp_path / "model.safetensors", {"format": "pt"})
     expected = module(torch.tensor([ids(30)]), use_cache=False).logits[0]
-    assert apart(feed(load_model(tmp_path), Span(0, 0, ids(30))).logits, expected) < bound(config.text_config)
+    assert apart(feed(load_model(tmp_path), Span(0, 0, ids(30))).logits, expected) < bound(module.config.text_config)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -70,7 +70,7 @@ class AsyncEngine(EngineClient):
     First and last tokens never wait.
 
     Args:
-        engine: what to run; nobody else may use it meanwhile.
+        engine: what to run; nobody else may use it while requests of this one run.
         max_queue: sequences that may wait beyond those that can run.
         max_backlog: unread rounds at which a request is suspended.
         max_delay: seconds that a round's tokens may wait for those of the next rounds.
@@ -167,19 +167,23 @@ class AsyncEngine(EngineClient):
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._ending:
-            if not self.engine.busy:
+            if not self._busy:
                 self._deliver()
             with self._wake:
-                while not self._inbox and not self.engine.busy:
+                while not self._inbox and not self._busy:
                     self._wake.wait()
                 commands = list(self._inbox)
                 self._inbox.clear()
             for command in commands:
                 command()
-            if self.engine.busy:
+            if self._busy:
                 updates = self._step()
                 self._deliver_if_due()  # there may have been no forward
                 self._publish(updates)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._by_job) and self.engine.busy  # another's requests are not this thread's to run
 
     def _step(self) -> list[Update]:
         try:
