@@ -86,7 +86,8 @@ class Draft:
     @property
     def tokens(self) -> list[int]:
         """Waits for those that are still on a GPU."""
-        self.settle()
+        if self.late is not None:
+            self.settle()
         return self.ids
 
     def settle(self) -> None:
@@ -180,10 +181,8 @@ class Draft:
 
     def child(self, parent: int, token: int) -> int | None:
         """The parent's child that carries ``token``."""
-        for trial in self.trials[parent + 1] if self.trials else ():
-            if self.tokens[trial.node] == token:
-                return trial.node
-        return None
+        trials, tokens = self.trials[parent + 1] if self.trials else (), self.tokens
+        return next((node for node, _ in trials if tokens[node] == token), None)
 
     def children(self, parent: int) -> dict[int, int]:
         """Token -> node of the parent's children."""

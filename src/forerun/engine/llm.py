@@ -254,15 +254,15 @@ class LLM:
             Interrupts() as interrupts,
             tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, disable=disable) as bar,
         ):
-            tokens_before = self.engine.stats.generated_tokens
+            engine, tokens_before = self.engine, self.engine.stats.generated_tokens
             encoded = [(*self.encode(prompt), self.choices(prompt)) for prompt in batch]
             params = list(map(self.with_ending, batch, params))
             try:
                 for (_, ids, choices), options, rank in zip(encoded, params, ranks):
                     requests.append(self.engine.add(ids, options, speculate=speculate, priority=rank, **choices))
                 with torch.inference_mode():  # entered once, not in every step
-                    while self.engine.busy:
-                        updates = self.engine.step()
+                    while engine.busy:
+                        updates = engine.step()
                         interrupts.deliver()
                         if not bar.disable:
                             _advance(bar, updates, self.engine.stats.generated_tokens - tokens_before)

@@ -174,10 +174,11 @@ class EngineStats:
         self.num_drafts += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += verdict.accepted
-        counts = [1, len(draft), verdict.accepted]
-        _add_counts(self.by_context.setdefault(1 << max(SHORTEST, (length - 1).bit_length()), []), counts)
+        counts = [self.by_context.setdefault(1 << max(SHORTEST, (length - 1).bit_length()), [0, 0, 0])]
         if draft.method is not None:
-            _add_counts(self.by_drafter.setdefault(draft.method, []), counts)
+            counts.append(self.by_drafter.setdefault(draft.method, [0, 0, 0]))
+        for each in counts:
+            each[0], each[1], each[2] = each[0] + 1, each[1] + len(draft), each[2] + verdict.accepted
         self.accepted_per_pos.extend([0] * (verdict.accepted - len(self.accepted_per_pos)))
         for position in range(verdict.accepted):
             self.accepted_per_pos[position] += 1

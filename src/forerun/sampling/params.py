@@ -280,7 +280,7 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def stops_in_text(self) -> bool:
         """Whether the answer's text must be read to find its end."""
         return bool(self.stop) or self.min_indent is not None

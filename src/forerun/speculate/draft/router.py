@@ -148,14 +148,14 @@ def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], context:
     for draft, sequence, budget in zip(drafts, sequences, budgets):
         if not len(draft):
             continue
-        rows = draft.check()
-        if draft.depth > budget:
-            raise ValueError(f"a draft of depth {draft.depth} for a budget of {budget}")
+        rows, chain = draft.check(), draft.is_chain
+        if (depth := len(draft) if chain else draft.depth) > budget:
+            raise ValueError(f"a draft of depth {depth} for a budget of {budget}")
         if sequence.draft_budget is not None and len(draft) > sequence.draft_budget:
             raise ValueError(f"a draft of {len(draft)} nodes where nodes_by_depth says {sequence.draft_budget} at most")
-        if draft.late is None and (min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size):
+        if draft.late is None and (min(draft.ids) < 0 or max(draft.ids) >= vocab_size):
             raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")
-        if not rule.trees and not draft.is_chain:
+        if not chain and not rule.trees:
             raise ValueError(f"a draft that branches, where accept={rule.name!r} supports chains only")
         if rows and draft.q is not None:
             drawn.setdefault(id(draft.q), (draft.q, set()))[1].update(rows)
@@ -165,13 +165,14 @@ def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], context:
 
 def _check_q(q: torch.Tensor, rows: set[int], vocab_size: int, *, compared: bool) -> None:
     """Raises ValueError unless these rows of q are there and, if they are ``compared`` with p, are distributions."""
-    if q.dim() != 2 or q.shape[1] != vocab_size or not q.is_floating_point():
+    count, width = q.shape if q.dim() == 2 else (0, 0)
+    if width != vocab_size or not q.is_floating_point():
         raise ValueError(f"q is [rows, {vocab_size}] of floats, not {[*q.shape]} of {q.dtype}")
-    if min(rows) < 0 or max(rows) >= len(q):
-        raise ValueError(f"a token was drawn from row {max(rows)} of a q of {len(q)} rows")
+    if min(rows) < 0 or max(rows) >= count:
+        raise ValueError(f"a token was drawn from row {max(rows)} of a q of {count} rows")
     if not compared or not q.is_cpu:  # nobody waits for a GPU's
         return
-    chosen = (q if len(rows) == len(q) else q[sorted(rows)]).float()
+    chosen = (q if len(rows) == count else q[sorted(rows)]).float()
     sums = chosen.sum(dim=1).tolist()
     if not (chosen.min().item() >= 0 and all(abs(each - 1) <= TOLERANCE for each in sums)):  # also for NaN
         raise ValueError("each row of q must be probabilities that add up to 1")
