@@ -181,8 +181,8 @@ class Draft:
 
     def child(self, parent: int, token: int) -> int | None:
         """The parent's child that carries ``token``."""
-        trials, tokens = self.trials[parent + 1] if self.trials else (), self.tokens
-        return next((node for node, _ in trials if tokens[node] == token), None)
+        trials = self.trials[parent + 1] if self.trials else ()
+        return next((node for node, _ in trials if self.tokens[node] == token), None)
 
     def children(self, parent: int) -> dict[int, int]:
         """Token -> node of the parent's children."""

@@ -20,7 +20,7 @@ from forerun.speculate.length import Seconds, Setting
 from forerun.speculate.length.acceptance import Drafting, Lookups
 from forerun.speculate.length.adaptive import Adaptive, Plan
 from forerun.speculate.length.base import Parts
-from forerun.speculate.length.prices import Curve, Prices, Timed
+from forerun.speculate.length.prices import Curve, Prices, PriceTable, Timed
 from simulated import Machine, play
 
 COUNTS = (1, 4, 8, 16)
@@ -247,8 +247,7 @@ def test_prices_are_measured_as_they_are(seed):
         assert prices.draft(table, "m", depth) == pytest.approx(machine.drafting(1, depth, 0), rel=0.08)
     other = Prices({"m": [0, 1, 2, 3, 4]})
     other.restore(json.loads(json.dumps(prices.state())))
-    assert other.at(1).verify.points == table.verify.points
-    assert other.at(1).read == table.read
+    assert (other.at(1).verify.points, other.at(1).read) == (table.verify.points, table.read)
 
 
 def test_prices_that_have_changed_are_corrected():
@@ -281,15 +280,15 @@ def test_guessed_and_kept_prices_are_soon_corrected(kept):
     if kept:
         prices.restore(json.loads(json.dumps([[0, 1, table.state()]])))
         table = prices.at(1)
-    assert prices.verify(table, 3, 1) > prices.verify(table, 1, 1)
-    assert prices.draft(table, "m", 2) > 0.0
+    assert prices.verify(table, 3, 1) > prices.verify(table, 1, 1) > prices.draft(table, "m", 2) > 0.0
     for compared in range(prices.UNCHECKED):
         assert table.unchecked == prices.UNCHECKED - compared
         prices.observe(table, 1, 3, 1.3, 0, warm=False)
         for _ in range(2):
             prices.observe(table, 1, 1, 1.0, 0, warm=True)
-    assert table.unchecked == 0
-    assert prices.verify(table, 3, 1) == pytest.approx(1.3, rel=0.02)
+    assert (table.unchecked, prices.verify(table, 3, 1)) == (0, pytest.approx(1.3, rel=0.02))
+    known = PriceTable.of(json.loads(json.dumps(table.state())))  # the next process begins with what was found
+    assert prices.verify(known, 17, 1) == pytest.approx(prices.verify(table, 17, 1)) != table.verify(17)
 
 
 def test_plain_rounds_behind_a_jump_of_the_machine_say_little():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,10 +163,9 @@ def test_a_head_tells_what_it_must_read_and_may_wait(headed, tokens, ending):
     engine.policy = policy = Waiting(engine.policy.setting)
     policy.tokens = tokens
     (drafter,) = engine.router.drafters.values()
-    read, run = [], drafter._run
+    read, run, turns = [], drafter._run, [prompt]
     drafter.chains = None  # so that every pass is seen
     drafter._run = lambda spans, feature: read.append(len(feature)) or run(spans, feature)
-    turns = [prompt]
     for _ in range(2):
         (plain,) = headed.generate([turns[-1]], params, use_tqdm=False, speculate=False)
         read.clear()
@@ -175,6 +175,7 @@ def test_a_head_tells_what_it_must_read_and_may_wait(headed, tokens, ending):
         cached = drafter.skipped[job.sequence.id]
         assert drafter.backlog(job.sequence) == len(job.sequence.tokens) - 1 - cached
         assert sum(len(rows) for rows in drafter.pending[job.sequence.id]) == drafter.backlog(job.sequence)
+        assert drafter.backlog(replace(job.sequence, tokens=[*job.sequence.tokens, 0])) == 1, "at rest it saw less"
         while engine.busy:
             engine.step()
             if ending != "answered" and job.sequence.num_output > 3:

@@ -54,11 +54,11 @@ class Trials:
 def flatten(scores: Scores) -> Trials:
     flat = Trials([], [], [], [], [], [], [])
     for index, draft in enumerate(scores.drafts):
-        root, tokens = scores.first[index], draft.tokens
+        root = scores.first[index]
         for parent, trials in enumerate(draft.trials, start=-1):
             for rank, trial in enumerate(trials):
                 flat.row.append(root + 1 + parent)
-                flat.token.append(tokens[trial.node])
+                flat.token.append(draft.tokens[trial.node])
                 flat.index.append(index)
                 flat.parent.append(parent)
                 flat.rank.append(rank)

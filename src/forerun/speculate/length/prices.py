@@ -99,14 +99,13 @@ class PriceTable:
 
     def rows_bias(self, count: int) -> float:
         """That of the nearest number of rows that was compared."""
-        bias = self.bias
-        return bias[min(bias, key=lambda known: abs(known - count))] if bias else 0.0
+        return self.bias[min(self.bias, key=lambda known: abs(known - count))] if self.bias else 0.0
 
     def state(self) -> dict[str, Any]:
-        return {
-            "verify": self.verify.points, "draft": {name: curve.points for name, curve in self.draft.items()},
-            "read": self.read, "attention": self.attention,
-        }  # fmt: skip
+        points = self.verify.points  # of plain rounds first; the others are kept as comparisons have corrected them
+        verify = {n: cost * exp(self.rows_bias(n) * (n > min(points))) for n, cost in points.items()}
+        draft = {name: curve.points for name, curve in self.draft.items()}
+        return {"verify": verify, "draft": draft, "read": self.read, "attention": self.attention}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> PriceTable:
@@ -357,8 +356,7 @@ class Prices:
             if self._rounds - number < self.NEAR:
                 by_rows.setdefault(units, []).append(residual)
         for units, residuals in by_rows.items():
-            apart = max(-0.7, min(median(residuals) - plain, 0.7))
-            before = table.rows_bias(units)
+            apart, before = max(-0.7, min(median(residuals) - plain, 0.7)), table.rows_bias(units)
             share = 0.5 if abs(apart - before) > self.SLOWER else 0.2
             weight = 0.5 if table.unchecked else min(share, 0.05 * len(residuals))
             table.bias[units] = before + part * weight * (apart - before)

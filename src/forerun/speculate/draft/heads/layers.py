@@ -210,7 +210,9 @@ class LayerDrafter(FeatureDrafter[L]):
         return spans, self.feature(torch.cat(rows)).contiguous(), ready
 
     def backlog(self, sequence: RequestState) -> int:
-        return self._end(sequence) - self.attention.pool.length(sequence.id) if self.ready(sequence) else 0
+        if self.ready(sequence):
+            return self._end(sequence) - self.attention.pool.length(sequence.id)
+        return 1  # after rounds at rest, it waits for the hidden states of one more token
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
