@@ -148,14 +148,14 @@ def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], context:
     for draft, sequence, budget in zip(drafts, sequences, budgets):
         if not len(draft):
             continue
-        rows, chain = draft.check(), draft.is_chain
-        if (depth := len(draft) if chain else draft.depth) > budget:
-            raise ValueError(f"a draft of depth {depth} for a budget of {budget}")
+        rows = draft.check()
+        if draft.depth > budget:
+            raise ValueError(f"a draft of depth {draft.depth} for a budget of {budget}")
         if sequence.draft_budget is not None and len(draft) > sequence.draft_budget:
             raise ValueError(f"a draft of {len(draft)} nodes where nodes_by_depth says {sequence.draft_budget} at most")
         if draft.late is None and (min(draft.ids) < 0 or max(draft.ids) >= vocab_size):
             raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")
-        if not chain and not rule.trees:
+        if not rule.trees and not draft.is_chain:
             raise ValueError(f"a draft that branches, where accept={rule.name!r} supports chains only")
         if rows and draft.q is not None:
             drawn.setdefault(id(draft.q), (draft.q, set()))[1].update(rows)
