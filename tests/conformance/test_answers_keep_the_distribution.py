@@ -1,5 +1,4 @@
-"""Under a rule that compares p with q, every drafter's answers keep the target's distribution: so its q is the one that
-its tokens were drawn from."""
+"""Under a rule that compares p with q, answers keep the target's distribution: q is what the tokens were drawn from."""
 
 from collections import Counter
 

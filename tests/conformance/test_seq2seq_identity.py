@@ -124,8 +124,7 @@ def test_same_tokens_as_plain_decoding(engine, plain, kind, drafting, page_size)
 
 @pytest.mark.parametrize("rule", [name for name in rules if rules[name].lossless and not rules[name].identity])
 def test_greedy_tokens_under_other_rules(engine, plain, rule):
-    drafting = "tree" if rules[rule].trees else "draft_model"
-    jobs = run(engine("flan", drafting, rule))
+    jobs = run(engine("flan", "tree" if rules[rule].trees else "draft_model", rule))
     greedy = [params.greedy for _, params in REQUESTS for _ in range(params.n)]
     for result, expected, same in zip(answers(jobs), plain("flan"), greedy, strict=True):
         if same:

@@ -33,8 +33,7 @@ class Block:
         self.output = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.4
 
     def state(self, prefix, depth):
-        generator = numpy.random.default_rng([depth, *prefix])
-        return torch.tensor(generator.normal(size=SIZE))
+        return torch.tensor(numpy.random.default_rng([depth, *prefix]).normal(size=SIZE))
 
     @torch.no_grad()
     def drafters_q(self, prefix, path, temperature):

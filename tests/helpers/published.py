@@ -1,5 +1,4 @@
-"""EAGLE-3 heads as they are published, and what they draft by a whole text at once through torch's and transformers'
-own modules."""
+"""EAGLE-3 heads as published, and what they draft by a whole text at once, by torch's and transformers' own modules."""
 
 import torch
 from torch import nn

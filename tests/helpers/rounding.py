@@ -28,9 +28,8 @@ def bound(config, dtype=torch.float32):
 
 
 def by_chance(count):
-    """How many times as large as another an error may be, if both are norms of ``count`` rows and their roundings are
-    alike. Such a norm's standard deviation is 1/sqrt(2 count) of it, that of two norms' ratio 1/sqrt(count): four of
-    these."""
+    """How many times as large as another an error may be, if both are norms of ``count`` rows and round alike. Such a
+    norm's standard deviation is 1/sqrt(2 count) of it, that of two norms' ratio 1/sqrt(count): four of these."""
     return 1 + 4 / math.sqrt(count)
 
 

@@ -390,8 +390,7 @@ def test_a_projection_of_latents_that_does_not_fit(described, tmp_path):
         ),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**given, **change}))
-        error = refused(ModelError, message, load_model, tmp_path)
-        assert str(tmp_path) in str(error)
+        assert str(tmp_path) in str(refused(ModelError, message, load_model, tmp_path))
     shutil.copytree(described("mistral4"), tmp_path, dirs_exist_ok=True)
     given = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**given, "qk_rope_head_dim": 6}))

@@ -161,8 +161,7 @@ def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog, kind):
-    """The same tokens with the rest left out; its tensors are called otherwise there. The published mixtures stack a
-    layer's experts."""
+    """The same tokens with the rest left out; its tensors are called otherwise. Published mixtures stack experts."""
     text = {**SIZES, **GDN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]}}
     sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=sight)

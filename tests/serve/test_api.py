@@ -349,8 +349,7 @@ def test_predicted_outputs(client, expected, stream):
         details = usage.completion_tokens_details
         assert details.rejected_prediction_tokens >= 0
         assert (details.accepted_prediction_tokens > 12) == (content != "something else")
-    plain = client.chat.completions.create(**ask)
-    assert plain.usage.completion_tokens_details is None
+    assert client.chat.completions.create(**ask).usage.completion_tokens_details is None
 
 
 def test_a_prediction_for_a_drafter_that_looks_up_nothing(server):

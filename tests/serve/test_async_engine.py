@@ -168,8 +168,7 @@ async def test_a_slow_reader_is_set_aside_and_loses_nothing(engine, served, ids)
     assert engine.max_backlog <= backlog < engine.max_backlog + engine.max_backlog // 4
     assert not served.engine.target.attention.pool.block_tables
     assert engine.snapshot().waiting == 2
-    deltas = await read(slow)
-    assert joined(deltas) == (expected.text, expected.token_ids)
+    assert joined(await read(slow)) == (expected.text, expected.token_ids)
     assert served.engine.stats.preemptions > 0
     unread.abort()
 
@@ -198,8 +197,7 @@ async def test_a_failing_round_ends_its_requests_only(engine, served, ids, monke
     reasons = [deltas[-1].finish for deltas in results]
     assert [f.reason for f in reasons] == ["error"] * 4 + ["length"], "max_num_seqs is 4: the fifth was waiting"
     assert "MemoryError: no memory for this batch" in str(reasons[0].stopped_by)
-    after = await read(await engine.submit(ids, params))
-    assert joined(after)[1] == expected.token_ids
+    assert joined(await read(await engine.submit(ids, params)))[1] == expected.token_ids
 
 
 @in_loop

@@ -73,8 +73,7 @@ async def test_closing(engine, free):
     """One waits for the engine to take its request, one for its next token."""
     waiting = await submitting(engine)
     free()
-    stream = await waiting
-    reading = asyncio.create_task(_rest(stream))
+    reading = asyncio.create_task(_rest(await waiting))
     gate = threading.Event()
     engine.post(lambda: gate.wait(30) and None)
     late = asyncio.create_task(engine.submit(PROMPT, PARAMS))

@@ -199,8 +199,7 @@ def test_a_call_that_is_cut_off_has_what_there_is(hermes):
     whole = {"a": 12, "b": 7}
     text = json.dumps(whole)
     for cut in range(len(text) + 1):
-        arguments = arguments_of(text[:cut])
-        assert set(arguments) <= {"a", "b"}, text[:cut]
+        assert set(arguments_of(text[:cut])) <= {"a", "b"}, text[:cut]
     assert arguments_of(text) == whole
     assert arguments_of("[1]") == {"arguments": "[1]"}
     assert arguments_of("nothing") == {"arguments": "nothing"}

@@ -119,8 +119,7 @@ async def test_what_is_lost_goes_on_with_the_same_tokens(asked, case):
     undisturbed = shown(*await asked()[0]("/v1/completions", body))
     lost = 0
     for life in range(-1, 11, 4):
-        lives = itertools.chain([life, life + 1, 1], FOREVER)
-        ask, lossy, pool = asked(lives)
+        ask, lossy, pool = asked(itertools.chain([life, life + 1, 1], FOREVER))
         assert shown(*await ask("/v1/completions", body)) == undisturbed
         assert pool.moved == lossy.lost
         lost += lossy.lost

@@ -82,8 +82,7 @@ def test_it_is_the_chats_answer(server, client):
 
 def test_an_answer_that_ends_is_completed(server):
     whole = text_of(chat(server, ASK_CHAT["messages"]))
-    body = {**ASK, "stop": whole[-3:]}
-    answer = server.post(PATH, body).json()
+    answer = server.post(PATH, {**ASK, "stop": whole[-3:]}).json()
     Response.model_validate(answer)
     assert (answer["status"], answer["incomplete_details"]) == ("completed", None)
     assert answer["output"][0]["status"] == "completed"

@@ -76,8 +76,7 @@ def speculate(
     the world: it also runs on wrong guesses, whose errors are ignored.
 
     If ``guess`` raises or returns no distribution, only its time is lost. Errors of ``f``, and of ``g`` on the drawn
-    outcome, are raised. Raises ConfigError for ``guesses`` below 0 and for an
-    ``f`` that returns no distribution.
+    outcome, are raised. Raises ConfigError for ``guesses`` below 0 and for an ``f`` that returns no distribution.
     """
     if guesses < 0:
         raise ConfigError(f"guesses must be at least 0, not {guesses}")
@@ -114,8 +113,7 @@ def expected_latency(hit: float, f: float, g: float, guess: float = 0.0) -> floa
     ``hit``: probability that the outcome was guessed, 1 - (1 - alpha)^n for independent guesses kept with alpha each;
     ``f``, ``g``, ``guess``: seconds of a call. One after the other takes f + g.
     """
-    together = max(f, guess + g)
-    return hit * together + (1.0 - hit) * (f + g)
+    return hit * max(f, guess + g) + (1.0 - hit) * (f + g)
 
 
 def _distribution(name: str, result: Any) -> dict[Any, float]:

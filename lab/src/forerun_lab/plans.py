@@ -90,8 +90,7 @@ class Subset:
 
 
 def choose_layers(measure: Callable[[tuple[int, ...]], Subset | None], num_layers: int, trials: int) -> list[Subset]:
-    """At most ``trials`` subsets of a target's layers, the best first. ``measure`` returns None if nothing was
-    drafted."""
+    """At most ``trials`` subsets of a target's layers, best first. ``measure`` returns None if nothing was drafted."""
     result: dict[tuple[int, ...], Subset | None] = {}
 
     def best() -> Subset | None:
@@ -192,8 +191,7 @@ def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, .
 
 @dataclass(frozen=True)
 class Shaped:
-    """A method with a ``tree``, as children per node at each depth: mean ``tokens`` per round, speed-up over plain
-    decoding."""
+    """A ``tree``, as children per node at each depth: mean ``tokens`` per round, speed-up over plain decoding."""
 
     method: str
     tree: tuple[int, ...]
@@ -281,8 +279,7 @@ SURE = 1.96
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """HTML of what ``run_plan`` returned, with ``environment`` and, where several loads were
-    planned, ``loads``."""
+    """HTML of what ``run_plan`` returned, with ``environment`` and, if several loads were planned, ``loads``."""
     about = result["environment"]
     recommended = json.dumps(result["recommended"])
     parts = [

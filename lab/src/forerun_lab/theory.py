@@ -54,8 +54,7 @@ def rejection_sampling_rate(p: Distribution, q: Distribution) -> torch.Tensor:
     :func:`forerun.theory.acceptance_rate`, often far below: one token that q underrates spoils every other token.
     """
     target, draft = as_pair(p, q)
-    ratios = torch.where(target > 0, draft / target, torch.inf)
-    return ratios.amin(-1).clamp(max=1.0)
+    return torch.where(target > 0, draft / target, torch.inf).amin(-1).clamp(max=1.0)
 
 
 def lenient_token_bound(p: Distribution, lenience: float) -> torch.Tensor:

@@ -136,8 +136,7 @@ def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[RecordedCo
 
 
 def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchConfig) -> Texts:
-    """Every turn's prompt. Earlier turns are answered by plain decoding at T = 0, so that all contenders read the same
-    history."""
+    """Every turn's prompt. Plain decoding at T = 0 answers earlier turns, so that all contenders read the same."""
     chat = getattr(llm.tokenizer, "chat_template", None) is not None
     limit = llm.engine.max_model_len - config.max_tokens
     params = SamplingParams(**{**config.sampling, "temperature": 0.0, "max_tokens": config.max_tokens})
@@ -299,8 +298,7 @@ def _speed(
     result: Sequence[Measured], plain: Sequence[Measured], texts: Texts, members: Sequence[int]
 ) -> dict[str, Any]:
     """Speed over plain decoding: each conversation's is the median over the repeats, which are interleaved pairs;
-    ``speedup`` is the conversations' median. None where prompts were decoded together or nothing but first tokens
-    came."""
+    ``speedup`` is their median. None where prompts were decoded together or nothing but first tokens came."""
     ratios = []
     for case in _cases(texts, members):
         pairs = [(_rate(m, case), _rate(p, case)) for m, p in zip(result, plain)]

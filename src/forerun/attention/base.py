@@ -78,8 +78,7 @@ class Backend(ABC, Generic[M]):
         """
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, metadata: M) -> torch.Tensor:
-        """Cross-attention to sequences' sources in ``pool.sources``: q [rows, heads, width] -> [rows, heads * value
-        width]."""
+        """Cross-attention to sources in ``pool.sources``: q [rows, heads, width] -> [rows, heads * value width]."""
         raise TypeError(f"{type(self).__name__} does not attend to sources")
 
     def finish(self, metadata: Metadata) -> None:

@@ -167,8 +167,7 @@ def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> Atte
 
 
 def bidirectional(plan: AttentionPlan) -> AttentionPlan:
-    """The plan of a batch of chains whose rows see all rows of their span: to the kernel, trees where every row has
-    every row on its path."""
+    """The plan of chains whose rows see their whole span: to the kernel, trees with all rows on each row's path."""
     if plan.both_ways is None:
         spans, paths, entries = array("q"), array("q"), array("q")
         for span, offset, table in zip(plan.batch.spans, plan.batch.offsets, plan.table_starts):

@@ -74,8 +74,7 @@ def plan(pool: Pool, batch: Batch) -> Layout:
     ]
     calls = [_call(pool, batch, indices, listed) for indices, listed in zip(groups.values(), rows)]
     order = [row for listed in rows for row in listed]
-    in_place = order == list(range(batch.num_rows))
-    moved = None if in_place else torch.tensor(order, device=pool.device).argsort()
+    moved = None if order == list(range(batch.num_rows)) else torch.tensor(order, device=pool.device).argsort()
     return Layout(batch, new_slots(pool, batch), calls, moved)
 
 

@@ -93,9 +93,8 @@ class SdpaAttention(Backend[Layout]):
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
     """q [sequences * rows, heads, width] -> [sequences, kv heads, rows * groups and padding, width].
 
-    The queries that share a KV head become rows of one call: on CPU, ``enable_gqa`` is 5 to 8 times slower for one row
-    in bfloat16. A single row is padded by a view in which each KV head's rows run on into the next head's, which costs
-    nothing; their results are dropped.
+    Queries that share a KV head become rows of one call: on CPU, ``enable_gqa`` is 5 to 8 times slower for one bfloat16
+    row. A view pads single rows at no cost: a KV head's rows run on into the next one's; their results are dropped.
     """
     total, heads, width = q.shape
     rows, groups = total // sequences, heads // kv_heads

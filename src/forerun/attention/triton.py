@@ -3,8 +3,7 @@
 Queries that share a KV head are folded into one tile. Keys are read in blocks, which are dealt to a fixed number of
 splits; the last split of a tile to finish merges all of them in order (flash-decoding). A tree's node reads its
 ancestors where a chain would have them. Neither blocks nor splits depend on the batch, so a row has the bits of
-decoding, in a chain and in a tree. Lengths, block tables, positions and paths are read on the device, which gets all of
-them in one copy.
+decoding, in chains and trees. The device reads lengths, block tables, positions and paths: it gets all in one copy.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def _add_entries(
     sink_tokens, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output after the entries of one more block, whose positions are ``place``. No row
-    sees a key after its ``last``."""
+    """Maximum, sum and output so far after one more block, at positions ``place``; no row sees keys after ``last``."""
     k = _entries(keys, table, entry, inside, page_size, page_stride_k, head_k, width, WIDTH)
     v = _entries(values, table, entry, inside, page_size, page_stride_v, head_v, value_width, VALUE_WIDTH)
     score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale

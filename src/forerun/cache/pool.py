@@ -354,8 +354,7 @@ class Pool(Pages):
         assert len(self.keys) == len(self.values)
 
     def scrub(self) -> None:
-        """Zeroes every page that no sequence uses, after a model returned NaN: an additive mask does not stop a NaN
-        that a page's last owner left."""
+        """Zeroes unused pages after a model returned NaN: an additive mask does not stop a NaN left in a page."""
         if self.prefix_tree is not None:
             self.prefix_tree.evict(self.num_evictable)
             self.prefix_tree.evict_states()

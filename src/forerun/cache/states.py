@@ -263,9 +263,8 @@ class States(Recorded):
         for span, offset in zip(batch.spans, batch.offsets):
             run = self._run(span, offset, len(taps), whole=whole)
             base, slot, first = self.lengths[span.key], run.slot, span.start + span.stored
-            # Entries from base on are records, which run again, those from first on are rows of this batch. The
-            # convolution also reads ``columns`` records before base. Taps count the batch's rows, then ``read``, where
-            # entry e is number begin + e.
+            # Entries from base on are records to run again; from first on, this batch's rows. The convolution also
+            # reads ``columns`` records before base. Taps count the batch's rows, then ``read``; entry e is begin + e.
             begin = batch.num_rows + len(read) - (base - self.columns)
             read += [slot * self.ring + entry % self.ring for entry in range(base - self.columns, first)]
             indices = {entry: offset + entry - first for entry in range(first, span.end)}

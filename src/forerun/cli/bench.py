@@ -202,8 +202,7 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']}: drafter failed, decoding continued without it: {row['draft_error']}")
-    lossy = [row["accept"] for row in rows if row.get("lossless") is False]
-    for rule in dict.fromkeys(lossy):
+    for rule in dict.fromkeys([row["accept"] for row in rows if row.get("lossless") is False]):
         warn(f"rule {rule} is not lossless: drafts may change what the model says")
     repeated = about["prompt_repetition_rate"]
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())

@@ -250,8 +250,7 @@ class PlainView:
 
 
 class TraceView:
-    """Tokens in their kind's colour, or with marks around them where there are no colours. A word is shown once it is
-    complete, on one line."""
+    """Tokens in their kind's colour or, without colours, between marks. A word is shown once complete, on one line."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -65,8 +65,7 @@ def one_line(message: object) -> str:
 
 
 def quiet() -> None:
-    """Silences other libraries; prints Forerun's own warnings as one line each on stderr. Characters that the terminal
-    cannot show are escaped."""
+    """Silences other libraries; prints our warnings, a line of stderr each, and escapes what it cannot show."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed before the program began
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -154,8 +153,7 @@ def read_input() -> str:
 def set_threads(count: int | None, most: int | None = None) -> str | int:
     """Sets torch's threads and returns the engine's option ``threads``.
 
-    Without a ``count`` that is "auto", with up to ``most`` threads (None: ``all_threads``). Raises ConfigError for a
-    number out of range.
+    "auto" without a ``count``, with up to ``most`` threads (None: ``all_threads``). Raises ConfigError if out of range.
     """
     result = AUTO if count is None else count
     if count is None:

@@ -298,8 +298,7 @@ Position = Mapping[int, "Logprob"]
 
 def likeliest(item: Position, count: int) -> dict[int, Logprob]:
     """The ``count`` likeliest tokens of a position, which may have its own token besides."""
-    ranked = sorted(item.items(), key=lambda pair: pair[1].rank)
-    return dict(pair for pair in ranked if pair[1].rank <= count)
+    return dict(pair for pair in sorted(item.items(), key=lambda pair: pair[1].rank) if pair[1].rank <= count)
 
 
 def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: int) -> list[dict[str, Any] | None]:

@@ -1,5 +1,4 @@
-"""Flags made from dataclass fields, so that an option is declared once, and ``--config FILE``, which reads a command's
-options from YAML."""
+"""Flags from dataclass fields, so that options are declared once, and ``--config FILE``, which reads them from YAML."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
 def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
     """Splits a comma-separated option; items with commas are in double quotes. Raises ConfigError."""
     try:
-        parts = next(csv.reader([text], skipinitialspace=True), [])
-        return [kind(part.strip()) for part in parts if part.strip()]
+        return [kind(part.strip()) for part in next(csv.reader([text], skipinitialspace=True), []) if part.strip()]
     except (ValueError, csv.Error):
         raise ConfigError(
             f"--{name.replace('_', '-')} must be a comma-separated list of {kind.__name__} values, not {text!r}"
@@ -123,7 +121,7 @@ def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
-            picked = {group.name: group.pick(given) for group in groups}
+            picked = {group.name: group.pick(given) for group in groups}  # takes them out of ``given``
             return command(**given, **picked)
 
         del run.__wrapped__
@@ -270,8 +268,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Makes a file's options the command's defaults, so that the command line wins. The keys are long option names
-    without dashes.
+    """Makes a file's options the command's defaults: the command line wins. Keys are long option names without dashes.
 
     Raises ConfigError for a file that cannot be read, and for a key or value that the command does not take.
     """

@@ -60,8 +60,7 @@ def check_text(text: str, param: str = "prompt") -> None:
             text.encode()
         except UnicodeEncodeError as error:
             found = f"half a surrogate pair (character {error.start}), which is no text"
-            message = f"the text has {found}; was it in another encoding than UTF-8?"
-            raise RequestError(message, param=param) from None
+            raise RequestError(f"the text has {found}; was it in another encoding than UTF-8?", param=param) from None
 
 
 def _short(text: str, longest: int) -> str:

@@ -46,8 +46,7 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def control_groups(controller: str, groups: Path = GROUPS, own: Path = OWN_GROUPS) -> list[Path]:
-    """Folders of this process's control groups (versions 1 and 2) that may limit ``controller``, each before those
-    around it."""
+    """Folders of this process's control groups (versions 1 and 2) that may limit ``controller``, inner ones first."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines() if line.count(":") > 1]
     except (OSError, UnicodeDecodeError):
@@ -115,8 +114,7 @@ class CoresLeft:
         return left, idle
 
     def busy(self) -> bool:
-        """Whether other programs have used more than a little of this process's cores since the last call; False where
-        that is unknown."""
+        """Whether others used more than a little of this process's cores since the last call; False if unknown."""
         left = self()
         return left is not None and left[1] < len(self.cores) - ROOM
 
@@ -146,10 +144,9 @@ class Threads:
     """Chooses the number of threads of the next round, up to ``most``, from the times of past rounds.
 
     A round's cost is its time over the usual time of its size at the present count (``home``). Now and then a few
-    rounds probe a neighbouring count, and the cheaper one becomes home. A round that takes several times the usual
-    starts a probe of fewer threads at once; where that wins, a probe of more follows at once, since a start has slow
-    rounds of its own. When ``cores_left`` changes, or others of any priority stop, as many threads become home. Tokens
-    do not depend on the choice.
+    rounds probe a neighbouring count; the cheaper one becomes home. A round of several times the usual starts a probe
+    of fewer threads at once; if that wins, one of more follows at once, since a start has slow rounds, too. When
+    ``cores_left`` changes, or others of any priority stop, as many threads become home. The choice changes no token.
     """
 
     def __init__(

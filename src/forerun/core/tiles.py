@@ -83,8 +83,7 @@ class Provisional(list[Any]):
 
 
 def measured_once(what: str, measure: Callable[[], T], validate: Callable[[object], T | None]) -> T:
-    """Returns ``measure()``, or its result from an earlier run in the same ``environment``, kept in the cache folder
-    unless it was ``Provisional``.
+    """``measure()``, or its result from before in this ``environment``, kept on disk unless ``Provisional``.
 
     ``validate`` returns a kept value, or None if ``measure`` cannot have returned it.
     """

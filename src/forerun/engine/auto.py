@@ -83,13 +83,11 @@ def _after_lookup(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     inner = {key: value for key, value in config.items() if key not in shared}
     inner = drafters[inner["method"]].config_class.with_defaults(inner)
     inner.pop("length", None)
-    lookup = {"method": "suffix", "num_speculative_tokens": LOOKUP}
-    return {"method": "cascade", "drafters": [lookup, inner], **shared}
+    return {"method": "cascade", "drafters": [{"method": "suffix", "num_speculative_tokens": LOOKUP}, inner], **shared}
 
 
 def remember(engine: Engine) -> None:
-    """Restores what the length policy learnt in an earlier engine of this kind on this machine, and saves it when the
-    engine is closed or the process ends."""
+    """Restores what the length policy learnt in an earlier engine of this kind here; saves it at close or exit."""
     policy, info = engine.policy, engine.model.info
     if type(policy) is not Adaptive or info.weight_bytes < LARGE:
         return

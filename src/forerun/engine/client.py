@@ -107,8 +107,7 @@ class EngineFacts:
 class Delta:
     """What one round added to one of a request's n answers.
 
-    ``text`` leaves out the end of the answer while it could still become a stop string. ``seconds`` is when the
-    round ended, on the engine's clock.
+    ``text`` leaves out an end that could become a stop string. ``seconds`` is the round's end on the engine's clock.
     """
 
     index: int
@@ -387,8 +386,7 @@ class EngineClient(ABC):
         return stream
 
     async def drain(self, seconds: float) -> None:
-        """Takes no new requests and waits for the present ones. After ``seconds``, the unfinished fail with
-        ClosedError."""
+        """Takes no new requests and waits for the present ones; after ``seconds``, the rest fail with ClosedError."""
         self.draining = True
         ends = perf_counter() + seconds
         while self.streams and perf_counter() < ends:

@@ -28,8 +28,7 @@ FIRST_LAYER = re.compile(r"(?:.*\.)?layers\.0\..*|blk\.0\..*")
 def method_of(name: str) -> str:
     """The method for the drafter called ``name``, which may be a path.
 
-    ``draft_model`` for a whole model, and for one that is not on this machine yet. Raises ConfigError for a kind of
-    drafter that is not supported.
+    ``draft_model`` for a whole model, and for one not on this machine yet. Raises ConfigError for unsupported drafters.
     """
     try:
         path = here(name)

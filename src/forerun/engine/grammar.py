@@ -276,8 +276,7 @@ def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | Non
 
 
 class Spelling:
-    """A tokenizer for llguidance whose ids spell exactly the bytes of a text. Raises ValueError for a tokenizer whose
-    tokens are not bytes.
+    """A tokenizer for llguidance whose ids spell exactly a text's bytes. Raises ValueError if tokens are not bytes.
 
     The tokenizer's own ids may not: it may read ``<|im_end|>`` as a special token, and a normalizer may change the
     text. A grammar follows the text and would reject such tokens.

@@ -253,8 +253,7 @@ class RoundTrace:
     def of(cls, draft: Draft, verdict: Verdict) -> RoundTrace:
         origins = [ACCEPTED] * verdict.accepted
         if len(verdict.tokens) > verdict.accepted:
-            last = verdict.path[-1] if verdict.path else -1
-            ended = not draft.children(last)
+            ended = not draft.children(verdict.path[-1] if verdict.path else -1)
             origins.append(PLAIN if not len(draft) else BONUS if ended else CORRECTED)
         subtree = {verdict.path[verdict.accepted - 1] if verdict.accepted else -1}
         rejected = []

@@ -432,8 +432,7 @@ def exact_distribution(llm: LLM, prompt: list[int], temperature: float) -> dict[
 def chi_square(
     counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]
 ) -> tuple[float, int]:
-    """p-value of the counts under the distribution, and the degrees of freedom. A counted answer that the distribution
-    rules out gives p = 0."""
+    """p-value of the counts under the distribution, and degrees of freedom; p = 0 if it rules out a counted answer."""
     total = sum(counts.values())
     if any(answer not in distribution for answer in counts):
         return 0.0, 0

@@ -42,9 +42,8 @@ def processor() -> str:
 
 
 def stopped() -> float:
-    """Fraction of the time for which Linux stops this process, 0 without a real-time policy (``chrt -f``). By default
-    50 ms in every second (sched(7), ``sched_rt_runtime_us``): an answer of a third of a second then comes a seventh
-    late now and again."""
+    """Fraction of time that Linux stops this process, 0 without a real-time policy (``chrt -f``). By default 50 ms a
+    second (sched(7), ``sched_rt_runtime_us``): now and then, an answer of a third of a second comes a seventh late."""
     if not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) not in (os.SCHED_FIFO, os.SCHED_RR):
         return 0.0
     try:

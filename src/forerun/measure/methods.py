@@ -67,8 +67,7 @@ def method_configs(
 
 
 def labels(configs: Sequence[Mapping[str, Any]], columns: Sequence[str] = SHOWN) -> list[str]:
-    """A label for each configuration: its method, and options in which the method's configurations differ and that
-    none of ``columns`` shows."""
+    """Labels of configurations: the method, and options in which its configurations differ outside ``columns``."""
     result = []
     for config in configs:
         same_method = [other for other in configs if other["method"] == config["method"]]
@@ -123,8 +122,7 @@ def size(tree: Sequence[int]) -> int:
 
 
 def shape(depth: int, nodes: int) -> list[int]:
-    """Children per node at each depth: as wide as ``nodes`` nodes in all permit, no depth wider than the one above, at
-    least a chain."""
+    """Children per node at each depth: as wide as ``nodes`` permit, none wider than the one above, at least a chain."""
     widths = [1] * depth
     level, refused = 0, 0
     while refused < depth:
@@ -139,8 +137,7 @@ def shape(depth: int, nodes: int) -> list[int]:
 
 
 def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The configurations whose drafters can be built for ``llm``'s target and draft for plain requests; by label, why
-    the others are left out."""
+    """Configurations that fit ``llm``'s target and draft plain requests; by label, why the others do not."""
     kept: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     configs = list(configs)

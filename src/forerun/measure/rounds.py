@@ -276,8 +276,7 @@ class EngineContender:
 
 
 def _tree(drafter: DrafterConfig | None) -> str | None:
-    """A tree's shape or number of nodes, as a table shows it; ``yes`` if only parts of the drafter branch, None if none
-    does."""
+    """A tree's shape or number of nodes, for tables; ``yes`` if parts of the drafter branch, None if none does."""
     if drafter is None or not drafter.branches:
         return None
     if drafter.tree is not None:
@@ -319,8 +318,7 @@ class Interleaved:
                 self.runs[index].append(self.contenders[index].run(prompts, params))
 
     def side_by_side(self, prompts: Prompts, params: Params) -> list[Measured]:
-        """All contenders, which must be engines, alternate after every ``ROUNDS`` rounds, so that a slow moment of the
-        machine slows all of them."""
+        """The contenders, all engines, alternate every ``ROUNDS`` rounds, so that a slow moment slows all of them."""
         result = [Measured() for _ in self.contenders]
         contenders: Sequence[Any] = self.contenders
         waiting = [contenders[index].rounds(prompts, params, result[index]) for index in self._order()]

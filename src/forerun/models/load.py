@@ -42,8 +42,7 @@ PATHS = ("auto", "native", "hf")
 
 
 def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """The torch dtype. ``auto`` is the checkpoint's own, or else float32. Raises ConfigError for a dtype that models do
-    not run in."""
+    """The torch dtype; ``auto``: the checkpoint's, or else float32. Raises ConfigError for one no model runs in."""
     result: Any = dtype
     if dtype in (None, "auto"):
         result = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
@@ -99,8 +98,7 @@ def parse_device(device: str | torch.device | None) -> torch.device:
 def _parse_quantization(
     quantization: str | None, dtype: str | torch.dtype | None
 ) -> tuple[str | None, str | torch.dtype | None, bool]:
-    """The form to quantize to or None, the dtype, and whether quantized weights are expanded to numbers. Raises
-    ConfigError."""
+    """The form to quantize to or None, the dtype, and whether quantized weights become numbers. Raises ConfigError."""
     if quantization not in FLOATS:
         return None if quantization == UNQUANTIZED else quantization, dtype, False
     requested = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -252,8 +250,7 @@ def _room_for_weights(requested: LoadRequest) -> Iterator[None]:
 
 
 def load_shard(requested: LoadRequest, checkpoint: Checkpoint, team: Team | None = None) -> NativeModel:
-    """The native model, or with ``team`` a rank's shard of it: open, transform, lay out. Raises ModelError and
-    ConfigError."""
+    """The native model, or with ``team`` a rank's shard: open, transform, lay out. Raises ModelError, ConfigError."""
     config = checkpoint.config
     opened = checkpoint.files(packed=getattr(config, "quantization_config", None) is not None)
     weights = transform(opened, config, adapters=adapter.read(requested.lora))

@@ -1,5 +1,4 @@
-"""The bundled models: a Python-code target, its draft, and a head. They are plain files of this package, and of
-forerun-lab, which adds heads."""
+"""Bundled models: a Python-code target, its draft and a head, plain files of this package; forerun-lab adds heads."""
 
 from functools import cache
 from pathlib import Path

@@ -104,8 +104,7 @@ class CompiledSampling:
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
         """Adds the noise of each row's key (None: none) to float32 ``scores`` [rows, vocabulary].
 
-        Returns each row's largest sum (NaN if it has one), the first id that has it, and with ``distribution`` the
-        softmax of the scores.
+        Returns each row's largest sum (NaN if any), its first id and, with ``distribution``, the scores' softmax.
         """
         scores = _rows(scores)
         count, size = scores.shape

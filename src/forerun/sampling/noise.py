@@ -75,8 +75,7 @@ class Gumbel:
         self.compiled = CompiledSampling(ids) if can_sample(self.device) else None
         self.on_gpu = _on_gpu(ids) if gpu.serves(self.device) else None
         # Wide rows are computed one by one: several at once do not fit the processor's cache.
-        one_by_one = self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu")
-        self.together = 1 if one_by_one else 16
+        self.together = 1 if self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu") else 16
 
     def __contains__(self, key: int) -> bool:
         return key in self._rows
@@ -104,8 +103,7 @@ class Gumbel:
         halves = [[_signed(key | 1), _signed(key >> 32)] for key in keys]
         odd, plus = torch.tensor(halves, dtype=torch.int32, device=self.device)[:, :, None].unbind(1)
         x = _fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(0x7FEB352D)
-        # |x| has 31 random bits. Floats are precise near 0, and so are log1p(-u) and the noise's upper tail; u is in
-        # (0, 1).
+        # |x| has 31 random bits; 0 < u < 1. Floats are precise near 0, and so are log1p(-u) and the noise's upper tail.
         u = _fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
         return u.log1p_().neg_().log_().neg_()[:, : self.vocab_size]
 

@@ -178,8 +178,7 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: allowed ids, logit bias, bad words and min_tokens; penalties (repetition over
     prompt and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy, and so is one below 1e-5, which is stored as 0.0. Strings and ids of ``stop`` and ``stop_token_ids`` end the
-    answer.
+    greedy; one below 1e-5 is stored as 0.0. Strings and ids of ``stop`` and ``stop_token_ids`` end the answer.
 
     Args:
         n: answers, each with noise of its own; the first is that of ``n=1``.

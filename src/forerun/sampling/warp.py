@@ -42,8 +42,7 @@ class Row:
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Returns float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
 
-    ``logits`` may be changed in place. A greedy row, whose argmax is sampled, is edited but neither scaled nor
-    filtered.
+    ``logits`` may be changed in place. A greedy row, whose argmax is sampled, is edited but not scaled or filtered.
     """
     logits = edit(logits, rows)
     if not any(row.effective_temperature for row in rows):
@@ -131,8 +130,7 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
         ends = {*sequence.eos_ids, *params.stop_token_ids}
         banned.update(() if _must_end(row, ends) else ends)
     if params.bad_words_ids:
-        longest = max(len(word) for word in params.bad_words_ids) - 1
-        context = _output_tail(row, longest)
+        context = _output_tail(row, max(len(word) for word in params.bad_words_ids) - 1)
         for word in params.bad_words_ids:
             before = len(word) - 1
             if before <= len(context) and tuple(context[len(context) - before :]) == word[:-1]:

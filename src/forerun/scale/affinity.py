@@ -59,8 +59,7 @@ class Affinity:
             overloaded = load[replica] >= limit
             cached = 0 if overloaded else matched.get(replica, 0)
             busy = load[replica] if overloaded or key is None else 0
-            drawn = _weight(key, replica) if key is not None else b""
-            return overloaded, replica != home, -cached, busy, drawn
+            return overloaded, replica != home, -cached, busy, _weight(key, replica) if key is not None else b""
 
         ranked = sorted(load, key=rank)
         start = rejections % max(1, len(ranked))
@@ -115,8 +114,7 @@ def replicas_needed(replicas: int, *, requests: float, usage: float, capacity: i
         capacity: the sequences that a replica decodes at a time.
     """
     by_queue = math.ceil(requests / (TARGET_SEQUENCES * capacity))
-    by_pages = math.ceil(replicas * usage / TARGET_PAGES)
-    return max(1, by_queue, by_pages)
+    return max(1, by_queue, math.ceil(replicas * usage / TARGET_PAGES))
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:

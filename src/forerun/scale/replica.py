@@ -58,8 +58,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """Deltas, without text. The last ones come with metrics, the first ones with the prompt's log-probabilities if
-    those were requested."""
+    """Deltas, without text. The last have metrics, the first the prompt's log-probabilities if those were requested."""
 
     deltas: list[Delta]
     metrics: RequestMetrics | None = None

@@ -225,8 +225,7 @@ def _function(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
-    """Returns the messages as a chat's: a result of a tool is a message of its own, texts of one role in a row are
-    one message."""
+    """Returns the messages as a chat's: a tool's result is its own message, texts of one role in a row are one."""
     result: list[dict[str, Any]] = []
     for message in given:
         blocks: list[Any] = message.content if isinstance(message.content, list) else []

@@ -128,8 +128,7 @@ def _operator_routes(app: FastAPI, models: Models) -> None:
     )
     async def one_model(name: str) -> answers.ModelCard:
         known = await models.find(name)
-        since = {each.name: each.modified for each in await models.listed()}
-        return card(known, since.get(known, 0.0))
+        return card(known, {each.name: each.modified for each in await models.listed()}.get(known, 0.0))
 
     @app.get("/health", responses=responses(503, answer=answers.Health))
     async def health() -> dict[str, str]:

@@ -109,13 +109,12 @@ class InfillReply(CompletionReply):
         metrics = self.metrics()
         drafts, first = metrics.speculative_decoding, metrics.time_to_first_token or 0.0
         read, rate = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens, metrics.tokens_per_second
-        after = max(0, usage.completion_tokens - 1)
         return answers.Timings(
             prompt_n=read,
             prompt_ms=1000 * first,
             prompt_per_second=read / first if first else None,
             predicted_n=usage.completion_tokens,
-            predicted_ms=1000 * after / rate if rate else 0.0,
+            predicted_ms=1000 * max(0, usage.completion_tokens - 1) / rate if rate else 0.0,
             predicted_per_second=rate,
             draft_n=drafts.num_draft_tokens,
             draft_n_accepted=drafts.num_accepted_draft_tokens,

@@ -490,8 +490,7 @@ class Library(Models):
 
 
 def memory_of(given: str | None, device: str | None) -> float:
-    """Bytes for all models: as ``given``, or 80% of the free memory; infinity where that is not known. Raises
-    ConfigError."""
+    """Bytes for all models: ``given``, or 80% of the free memory; infinity if that is not known. Raises ConfigError."""
     if given is not None:
         return parse_bytes(given, "model_memory")
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")

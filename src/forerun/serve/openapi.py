@@ -28,8 +28,7 @@ def responses(
     *errors: int, answer: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None,
     error: type[BaseModel] = answers.Error, lines: bool = False,
 ) -> Responses:  # fmt: skip
-    """Returns FastAPI's description of a route: the statuses of its errors and their form, its answer, and the events
-    of a stream, or its ``lines``."""
+    """FastAPI's description of a route: statuses and form of its errors, its answer, a stream's events or ``lines``."""
     form = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}}
     result: Responses = {
         status: {"description": STATUSES[status][1], "content": form} for status in (*EVERYWHERE, *errors)

@@ -176,8 +176,7 @@ class TextService:
         parts = [conversation["tools"], conversation.get("chat_template_kwargs")]
         for name in ("content", "reasoning_content", "tool_calls"):
             parts += [message.get(name) for message in conversation["messages"]]
-        render = partial(render_chat, chat_template=self.own_template, **conversation)
-        return sum(map(_length, parts)), render
+        return sum(map(_length, parts)), partial(render_chat, chat_template=self.own_template, **conversation)
 
     def _encode_chat(self, tokenizer: Any, render: Callable[..., str], counted: bool) -> list[int]:
         text = render(tokenizer)

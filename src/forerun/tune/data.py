@@ -43,8 +43,7 @@ def library_paragraphs() -> list[str]:
             continue
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
-                doc = ast.get_docstring(node) or ""
-                result += [part for part in doc.split("\n\n") if _fits(part)]
+                result += [part for part in (ast.get_docstring(node) or "").split("\n\n") if _fits(part)]
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                     code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
                     if _fits(code) and len(result) % 3 == 0:
@@ -60,8 +59,7 @@ def held_out_prompts(llm: LLM, longest: int, paragraphs: Sequence[str] = ()) -> 
     """Token ids of prompts that are never trained on, at most ``longest`` tokens each. A model with a chat template
     gets ``held_out``; another one beginnings of ``paragraphs`` or of the standard library's."""
     if not getattr(llm.tokenizer, "chat_template", None):
-        texts = list(paragraphs) or library_paragraphs()
-        return [llm.encode(text)[1][:OPENING] for text in every_fortieth(texts)]
+        return [llm.encode(text)[1][:OPENING] for text in every_fortieth(list(paragraphs) or library_paragraphs())]
     prompts = [rendered(llm, [{"role": "user", "content": turn}]) for _, turn in held_out()]
     return [prompt for prompt in prompts if len(prompt) <= longest]
 

@@ -90,8 +90,7 @@ class Case:
         got = self.run(spans, q, k, v, **options)
         expected = self.wanted(spans, q, **options)
         unit = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-10}[self.dtype]
-        rounding = unit * expected.abs() + 2e-5
-        assert ((got - expected).abs() <= rounding).all()
+        assert ((got - expected).abs() <= unit * expected.abs() + 2e-5).all()
         return got
 
 

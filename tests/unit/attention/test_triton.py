@@ -65,8 +65,7 @@ def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, w
         pool = Pool([shape], 64 if page_size == 16 else 12, page_size, torch.float32, DEVICE)
         filled(pool)
         attention = kind(pool)
-        batch = Batch(spans(), DEVICE)
-        metadata = attention.begin(batch)
+        metadata = attention.begin(Batch(spans(), DEVICE))
         query = Query(0, q, k, v, width**-0.5, window, softcap, sinks=sinks, sink_tokens=sink_tokens)
         results.append(attention.run(query, metadata))
         attention.finish(metadata)
@@ -88,8 +87,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company():
         starts = Batch(every).offsets
         part = [every[i] for i in chosen]
         index = [starts[i] + row for i in chosen for row in range(every[i].count)]
-        batch = Batch(part, DEVICE)
-        metadata = attention.begin(batch)
+        metadata = attention.begin(Batch(part, DEVICE))
         out = attention.run(Query(0, q[index], k[index], v[index], 0.25), metadata)
         mine = out[[index.index(starts[2] + row) for row in range(4)]]
         together = mine if together is None else together

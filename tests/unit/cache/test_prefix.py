@@ -46,8 +46,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return False
         before = set(self.known)
         self.pool.reserve(key, length)
-        kept = self.entered()
-        gone = before - kept
+        gone = before - self.entered()
         held = [self.pool.block_tables[key], *self.pool.block_tables.values()]
         used = {page for table in held for page in table}
         unused = [run for run in before if run in gone or self.page_of(run) not in used]
@@ -246,8 +245,7 @@ def test_a_known_prompt_recomputes_its_last_token_only(paged):
         prompt = paged.tokenizer.encode(TEXT)[:length]
         before = paged.engine.stats.prefix_hits
         paged.generate(prompt, GREEDY)
-        again = paged.generate(prompt, GREEDY)[0]
-        assert again.metrics.num_cached_tokens == length - 1
+        assert paged.generate(prompt, GREEDY)[0].metrics.num_cached_tokens == length - 1
         assert paged.engine.stats.prefix_hits - before == length - 1
 
 

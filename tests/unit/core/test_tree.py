@@ -54,8 +54,7 @@ def test_every_draw_stays_a_trial_of_its_own(paths):
 
 
 def test_chains_and_hand_made_trees():
-    q = torch.rand(3, 5)
-    chain = Draft.chain([4, 2, 0], q, [2, 0, 1])
+    chain = Draft.chain([4, 2, 0], torch.rand(3, 5), [2, 0, 1])
     assert chain.is_chain
     assert chain.trials == [[Trial(0, 2)], [Trial(1, 0)], [Trial(2, 1)], []]
     tree = Draft.tree([7, 8, 9, 7], [-1, -1, 0, 0])

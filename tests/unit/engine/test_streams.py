@@ -48,8 +48,7 @@ def test_a_stream_is_the_answer_token_by_token(llm):
     (expected,) = llm.generate(PROMPT, PARAMS)
     check(list(llm.stream(PROMPT, PARAMS)), expected)
     assert expected.outputs[0].drafted.count(True) == expected.metrics.num_accepted_draft_tokens
-    text = expected.outputs[0].text
-    stopped = replace(PARAMS, stop=text[9:11])
+    stopped = replace(PARAMS, stop=expected.outputs[0].text[9:11])
     (expected,) = llm.generate(PROMPT, stopped)
     assert expected.outputs[0].finish_reason == "stop"
     check(list(llm.stream(PROMPT, stopped)), expected)
@@ -150,8 +149,7 @@ def test_outputs_show_themselves_in_short(llm, options):
 def test_a_notebook_shows_accepted_tokens_marked(llm):
     seen = ""
     for seed in range(12):
-        params = replace(PARAMS, seed=seed, temperature=1.5)
-        (output,) = llm.generate(PROMPT, params)
+        (output,) = llm.generate(PROMPT, replace(PARAMS, seed=seed, temperature=1.5))
         answer, shown = output.outputs[0], output._repr_html_()
         body, line = re.fullmatch(r"<pre [^>]*>(.*)</pre><small>([^<]*)</small>", shown, re.DOTALL).groups()
         assert unescape(re.sub("</?mark>", "", body)) == answer.text

@@ -185,8 +185,7 @@ def test_layers_of_several_forms_are_one(dtype):
     parts = [Blocked(weights("q4_k", 40, 512), None), TiledLinear(numbers, torch.randn(24)),
              Blocked(weights("q6_k", 7, 512), torch.randn(7))]  # fmt: skip
     layer, x = Joined(parts), torch.randn(11, 512).to(dtype)
-    expected = torch.cat([part(x) for part in parts], dim=1)
-    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), torch.cat([part(x) for part in parts], dim=1))
     more = torch.randn(11, 71).to(dtype)
     pieces = zip(parts, more.split([40, 24, 7], dim=1))
     assert torch.equal(layer(x, more), torch.cat([part(x, piece.contiguous()) for part, piece in pieces], dim=1))

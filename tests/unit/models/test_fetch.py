@@ -103,8 +103,7 @@ def refused(*arguments, capsys):
 
 @pytest.mark.parametrize("form", ["model", "wheel"])
 def test_a_file_that_is_here_becomes_a_model_by_name(form, request, cache, capsys):
-    given = request.getfixturevalue(form)
-    assert run(["fetch", "tiny", "--from", str(given)]) == 0
+    assert run(["fetch", "tiny", "--from", str(request.getfixturevalue(form))]) == 0
     said = capsys.readouterr()
     assert said.out == f"tiny is ready in {cache}/models/tiny/tiny.gguf. Try it: forerun chat tiny\n"
     assert kept(cache) == {"tiny.gguf"}

@@ -39,8 +39,7 @@ QUANTIZED = where(blocks.can_run(), [(kind, kind.upper()) for kind in BLOCKS])
 
 
 def test_a_file_is_a_whole_model(tmp_path):
-    path = write_model(tmp_path / "model.gguf", {"tokenizer.ggml.eot_token_id": 2})
-    llm = LLM(str(path))
+    llm = LLM(str(write_model(tmp_path / "model.gguf", {"tokenizer.ggml.eot_token_id": 2})))
     tokenizer = llm.tokenizer
     assert tokenizer.model_max_length == 128
     text = tokenizer.apply_chat_template([{"content": "the"}], tokenize=False, add_generation_prompt=True)

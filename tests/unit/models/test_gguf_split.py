@@ -74,8 +74,7 @@ def test_a_part_that_is_missing(whole, tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 10, 200, 3000])
 def test_a_part_that_is_truncated(whole, tmp_path, keep):
-    first = split(whole, tmp_path)
-    last = shards_of(first)[-1]
+    last = shards_of(split(whole, tmp_path))[-1]
     last.write_bytes(last.read_bytes()[:keep])
     message = "model-00003-of-00003.gguf (is not a GGUF file that can be used|cannot be read)"
     refused(ModelError, message, LLM, str(tmp_path))

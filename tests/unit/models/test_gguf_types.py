@@ -131,8 +131,7 @@ def test_a_file_of_mixed_types_has_one_result_among_1_to_512_rows(tmp_path, kind
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", where(blocks.can_run(), sorted({*PACKED, *EXPANDED} - {"q4_k", "q5_k"})))
 def test_a_model_in_any_type(tmp_path, kind, caplog):
-    """Layers and embedding, near what its dequantized weights give, which numbers are: nearer than where a step is
-    that of 256 inputs."""
+    """Layers and embedding, near what dequantized weights give: nearer than where a step is that of 256 inputs."""
     kinds = {"norm": Kinds.F32, "blk": Kinds[kind.upper()], "token": Kinds[kind.upper()]}
     path = write_model(tmp_path / "model.gguf", kinds=kinds, width=256)
     exact, *rounded = (read_module(Checkpoint.at(path), torch.float32, attention=None) for _ in range(3))

@@ -129,9 +129,8 @@ def test_what_is_refused_is_named(warm, tmp_path):
 
 
 def test_a_programs_own_client_is_checked_too(monkeypatch):
-    """A client that the program around Forerun has set up stays, and is checked as huggingface_hub's own is. So is the
-    next one that its factory makes, as after a failed connection. Fails if a new huggingface_hub keeps the factory
-    elsewhere."""
+    """A client set up by the program around Forerun stays, and is checked as huggingface_hub's own is. So is the next
+    one of its factory, as after a failed connection. Fails if a new huggingface_hub keeps the factory elsewhere."""
     clients = []
 
     def factory():

@@ -137,8 +137,7 @@ def test_the_self_test_sees_one_row_of_hundreds(monkeypatch):
 def test_a_context_shorter_than_the_probe(longest):
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": longest})
-    model = native(LlamaForCausalLM(config), invariant=True)
-    assert self_test(model) == []
+    assert self_test(native(LlamaForCausalLM(config), invariant=True)) == []
 
 
 def summed(x, weight):

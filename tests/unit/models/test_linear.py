@@ -73,8 +73,7 @@ def test_rows_of_a_streamed_layer_are_those_of_its_weights(dtype, shape):
 @pytest.mark.parametrize("kind", ["int8", *SERVED] if int8.can_run() else where(False, ["int8"]))
 def test_a_row_of_a_streamed_layer_has_one_result(kind, outputs, inputs):
     """Among 1 to 70 rows, wherever it stands among them."""
-    dtype = torch.float32 if kind == "int8" else kind
-    weight, x = cancelling(outputs, inputs, dtype)
+    weight, x = cancelling(outputs, inputs, torch.float32 if kind == "int8" else kind)
     layer = int8.TiledInt8(weight, None, kind) if kind == "int8" else tiled.TiledLinear(weight, None)
     expected = torch.cat([layer(row[None]) for row in x])
     for rows in range(1, 71):

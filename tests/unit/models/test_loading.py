@@ -50,8 +50,7 @@ def large(tmp_path_factory):
 
 def test_a_load_takes_what_stays_and_a_tensor(warm, large, tmp_path):
     """Resident memory at its peak, mapped pages included, of a folder, rounded and not, and of a GGUF file."""
-    file = write_gguf(large, tmp_path / "large.gguf", torch.bfloat16)
-    cases = [(large, {}), (file, {})]
+    cases = [(large, {}), (write_gguf(large, tmp_path / "large.gguf", torch.bfloat16), {})]
     cases += [(large, {"quantization": "q8_0"})] if blocks.can_run() else []
     done = warm.run(json.dumps([(str(path), options) for path, options in cases]), code=CHILD)
     assert done.returncode == 0, done.stderr

@@ -107,8 +107,7 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
 @pytest.mark.usefixtures("backend")
 def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
-    fraction = size(quantized.linears()) / size(plain.linears())
-    assert fraction < 0.30
+    assert size(quantized.linears()) / size(plain.linears()) < 0.30
     coarse = 1 if int8.has_kernels(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
     with torch.inference_mode():
         usual = formats.error(logits(plain), rounded_inputs(module(), weights=True)(IDS[None]).logits[0])
@@ -150,8 +149,7 @@ def test_without_our_kernels_blocks_are_refused(monkeypatch):
 
 
 def test_none_leaves_a_target_as_it_is():
-    llm = LLM("forerun:target", quantization="none")
-    assert "int8" not in llm.model.info.path
+    assert "int8" not in LLM("forerun:target", quantization="none").model.info.path
 
 
 def bundled(speculative, **options):

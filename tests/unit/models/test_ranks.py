@@ -1,5 +1,4 @@
-"""A model's layers over several ranks: two threads that swap their parts, so that every architecture is quick,
-then one engine over two processes."""
+"""A model's layers over ranks: two threads that swap parts, so that every architecture is quick; then two processes."""
 
 import asyncio
 import gc

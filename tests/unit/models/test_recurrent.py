@@ -205,8 +205,7 @@ def test_arguments_that_reach_elsewhere_are_refused():
     records, numbers = layer.states.records[0], layer.states.checkpoints[0]
 
     def run(**more):
-        span = Span(0, 0, [1] * 3)
-        laid = lay_out(layer.states.plan(Batch([span])), layer.states, 3)
+        laid = lay_out(layer.states.plan(Batch([Span(0, 0, [1] * 3)])), layer.states, 3)
         kept, (name, changes) = laid.kept, more.get("change", ("", {}))
         mixer = array("q", layer.mixer.fields)
         for fields, kind in ((mixer, structs.MixerStruct), (kept[0], structs.ReplayStruct)):

@@ -176,8 +176,7 @@ def refuse(target, draft, message):
 
 def test_the_first_difference_of_two_vocabularies_is_named(tiny_target, tmp_path):
     tiny_llama(layers=1).save_pretrained(tmp_path)
-    swapped = [*ALPHABET[:7], ALPHABET[8], ALPHABET[7], *ALPHABET[9:]]
-    save_tokenizer(tmp_path, swapped)
+    save_tokenizer(tmp_path, [*ALPHABET[:7], ALPHABET[8], ALPHABET[7], *ALPHABET[9:]])
     refuse(tiny_target, tmp_path, "differs from the target's: id 7 is 'd' in .* and 'e' in .*use_heterogeneous_vocab")
 
 
@@ -193,8 +192,7 @@ def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_targ
     result, expected = (each.generate(["hello"] * 8, params) for each in (drafted, LLM(tiny_target, max_model_len=64)))
     assert drafted.model.info.eos_ids == {0}
     assert [out.outputs[0].token_ids for out in result] == [out.outputs[0].token_ids for out in expected]
-    ids = [token for out in result for token in out.outputs[0].token_ids]
-    assert 5 in ids
+    assert 5 in [token for out in result for token in out.outputs[0].token_ids]
     assert any(out.outputs[0].finish_reason == "stop" for out in result)
 
 
@@ -202,8 +200,7 @@ def test_a_tokenizers_own_end_of_text_ends_answers_too(tiny_target, tmp_path):
     """As in vLLM: Phi-3 and Qwen have other ends in their generation config."""
     save_checkpoint(tiny_llama(eos_token_id=[5, 7]), tmp_path)
     llm = LLM(str(tmp_path), max_model_len=64)
-    end = llm.tokenizer.eos_token_id
-    assert llm.model.info.eos_ids == {end, 5, 7}
+    assert llm.model.info.eos_ids == {llm.tokenizer.eos_token_id, 5, 7}
     for token in sorted(llm.model.info.eos_ids):
         answer = llm.generate("hello", SamplingParams(temperature=0, logit_bias={token: 1000.0}))[0].outputs[0]
         assert (answer.token_ids, answer.finish_reason) == ([token], "stop")

@@ -70,8 +70,7 @@ def test_the_picture_is_of_an_answer(tmp_path):
     committed = (DOCS / "figures" / "answer.svg").read_text(encoding="utf-8")
 
     def letters(svg):
-        words = "".join(ElementTree.fromstring(svg).itertext())
-        return re.sub(r"\s", "", words)
+        return re.sub(r"\s", "", "".join(ElementTree.fromstring(svg).itertext()))
 
     assert re.sub(r"\s", "", answer.outputs[0].text) in letters(here)
     assert f">{made.QUESTION}".replace(" ", "") in letters(committed)

@@ -78,8 +78,7 @@ def test_neighbouring_positions_seeds_and_ids_are_independent(rows, columns):
 
 @pytest.mark.slow
 def test_no_correlation_between_any_rows(rows):
-    scores = stats.norm.ppf(rows)
-    off = numpy.corrcoef(scores)[numpy.triu_indices(len(rows), 1)]
+    off = numpy.corrcoef(stats.norm.ppf(rows))[numpy.triu_indices(len(rows), 1)]
     tests = 2 * stats.norm.sf(numpy.abs(off) * numpy.sqrt(rows.shape[1]))
     assert tests.min() > GOOD / 100
     assert stats.kstest(tests, "uniform").pvalue > GOOD

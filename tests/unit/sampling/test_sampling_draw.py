@@ -127,8 +127,7 @@ def test_shared_noise_depends_on_seed_and_position_alone():
     grown = Row(sequence(length=3), [5, 6])
     committed = Row(sequence(length=5))
     other = Row(sequence(seed=1, length=5))
-    greedy = Row(sequence(temperature=0.0))
-    rows = [grown, other, greedy, committed]
+    rows = [grown, other, Row(sequence(temperature=0.0)), committed]
     noise = sampler.couple(logits, rows) - logits
     assert torch.equal(noise[2], torch.zeros(300))
     assert torch.allclose(noise[0], noise[3], atol=1e-5)

@@ -58,8 +58,7 @@ def test_a_session_stays_and_moves_when_its_replica_ends():
     affinity.note(home, [], "s")
     for _ in range(5):
         assert affinity.order(idle(), prompt(random.randrange(99), 0), "s")[0] == home
-    busy = {**idle(), home: 9}
-    assert affinity.order(busy, [], "s")[0] != home
+    assert affinity.order({**idle(), home: 9}, [], "s")[0] != home
     affinity.forget(home)
     left = [name for name in NAMES if name != home]
     assert affinity.order(idle(left), [], "s")[0] in left

@@ -94,8 +94,7 @@ def test_of_many_occurrences_some_are_counted(monkeypatch):
 @pytest.mark.parametrize("texts", [[[5]], [[70_000, 3], [], [3]]])
 def test_files_keep_texts(texts, tmp_path):
     datastore.save(tmp_path / "texts.safetensors", texts)
-    store = Datastore.load(tmp_path / "texts.safetensors", 70_001, None)
-    result = store.match([3], 24)
+    result = Datastore.load(tmp_path / "texts.safetensors", 70_001, None).match([3], 24)
     assert followers([3], texts).total() == result.last - result.first
 
 

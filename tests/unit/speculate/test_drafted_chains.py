@@ -332,8 +332,7 @@ def check(plain, speculative, prompts, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_they_cost_nobody_the_drafts(name, temperature, wide, tiny_draft, llm):
-    config = fill(CONFIGS[name], {"DRAFT": tiny_draft})
-    speculative = llm(config, wide)
+    speculative = llm(fill(CONFIGS[name], {"DRAFT": tiny_draft}), wide)
     seen = {
         token for answer in llm(None, wide).generate(ROWS_PROMPTS, params(2.0)) for token in answer.outputs[0].token_ids
     }

@@ -258,8 +258,7 @@ def word_pieces():
 def test_tokens_spell_the_text_they_were_made_from():
     for tokenizer in (byte_bpe(300, "<end>"), byte_bpe(420, "<stop>")):
         vocabulary = Vocabulary(tokenizer, len(tokenizer))
-        ids = vocabulary.encode(TEXT)
-        assert vocabulary.spell(ids).decode() == TEXT
+        assert vocabulary.spell(vocabulary.encode(TEXT)).decode() == TEXT
         assert tokenizer.eos_token_id not in vocabulary.bytes
     pieces = Vocabulary(word_pieces(), 200)
     assert pieces.word_marks

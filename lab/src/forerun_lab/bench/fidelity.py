@@ -91,8 +91,7 @@ class Exact:
     """The checkpoint in float32 through transformers."""
 
     def __init__(self, model: str) -> None:
-        path = resolve(model)
-        self.module = read_module(Checkpoint.at(path), torch.float32, attention="sdpa").eval()
+        self.module = read_module(Checkpoint.at(resolve(model)), torch.float32, attention="sdpa").eval()
 
     @torch.inference_mode()
     def logits(self, window: Sequence[int]) -> torch.Tensor:

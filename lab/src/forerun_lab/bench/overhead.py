@@ -115,8 +115,7 @@ class RoundTimes:
 
     @property
     def share(self) -> float | None:
-        """Upper bound of the fraction that was outside or idle (time that was both counts twice); None without such
-        rounds."""
+        """Upper bound of the fraction outside or idle (time that was both counts twice); None without such rounds."""
         return min(1.0, (self.between - self.inside + self.idle) / self.between) if self.rounds else None
 
 

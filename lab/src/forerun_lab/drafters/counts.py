@@ -53,8 +53,7 @@ class Counts:
 class CountChooser:
     """Draws a chain token by token; ``finish`` then gives the drafts the exact q of every draw.
 
-    Greedy requests get the most frequent token, as a point mass. For others, q is the counts to the power
-    1 / temperature.
+    Greedy requests get the most frequent token, a point mass. For others, q is the counts to the power 1 / temperature.
     """
 
     def __init__(self, chooser: Chooser) -> None:

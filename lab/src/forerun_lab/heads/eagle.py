@@ -131,9 +131,8 @@ class TrainedEagle(EagleHead, TrainedHead):
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         own: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor, row: torch.Tensor, slot: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of ``q`` [n, heads, width] at the positions (``row``, ``slot``), in ascending order, over the first
-        step's ``keys`` and ``values`` [rows, heads, length, width] and over their ``own`` of later steps [n, heads,
-        width]."""
+        """Attention of ``q`` [n, heads, width] at the positions (``row``, ``slot``), ascending, over the first step's
+        ``keys`` and ``values`` [rows, heads, length, width] and over their ``own`` of later steps [n, heads, width]."""
         scale, length = self.width**-0.5, keys.shape[2]
         laid = q.new_zeros(len(keys), length, *q.shape[1:]).index_put((row, slot), q)
         scores = (laid.transpose(1, 2) @ keys.mT * scale).transpose(1, 2)[row, slot]

@@ -216,8 +216,7 @@ class SyntheticLoad:
 
 def read_trace(path: Path, seed: int = 0) -> Trace:
     """A line of JSON for each request, ``{"arrival": seconds, "prompt_tokens": ..., "output_tokens": ...}`` and, where
-    it begins as others do, ``"prefix"``, a name or number, and ``"prefix_tokens"``. Raises ConfigError, which names
-    the line."""
+    it begins as others do, ``"prefix"``, a name or number, and ``"prefix_tokens"``. ConfigErrors name the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -37,8 +37,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Served:
-    """How ``replicas`` serve a load. Times in seconds: to the first token, per further token, and of the whole
-    request."""
+    """How ``replicas`` serve a load. Seconds: to the first token, per further token, and of the whole request."""
 
     replicas: int
     requests: int
@@ -119,8 +118,7 @@ def simulate(
 
 
 def serve(costs: LoadCosts, limits: Limits, load: Load, replicas: int, router: str = "affine", seed: int = 0) -> Served:
-    """Simulate ``replicas`` replicas. Raises ConfigError for an unknown router, and for a request that needs more pages
-    than a replica has."""
+    """Simulate replicas. Raises ConfigError for an unknown router, and for a request of more pages than one has."""
     if router not in ROUTERS:
         raise ConfigError(f"unknown router {router!r}: choose one of {', '.join(ROUTERS)}")
     part = load.part(replicas, router)

@@ -62,8 +62,7 @@ class LoadBench:
                 for engine, name in zip(engines, names):
                     for k in (0, *LENGTHS) if options else (0,):
                         self.step(f"{name}, {k} drafted tokens, {count} at a time")
-                        run = self._decoded(engine, count, k)
-                        result[name if k else NONE, k][count].extend(run)
+                        result[name if k else NONE, k][count].extend(self._decoded(engine, count, k))
         ways = [way for (method, k), runs in result.items() if (way := _way(method, k, runs)) is not None]
         self.step("reading prompts")
         return LoadCosts(ways, self._prompt_curve(), self._deep())
@@ -81,8 +80,7 @@ class LoadBench:
         result, groups = Measured(), max(1, REQUESTS // count)
         prompts = self.prompts((1 + groups) * count, length)
         for group in range(1, 1 + groups):
-            some = prompts[group * count : (group + 1) * count]
-            result.extend(measure(engine, some, params, max_draft=k))
+            result.extend(measure(engine, prompts[group * count : (group + 1) * count], params, max_draft=k))
         result.check()
         return result
 

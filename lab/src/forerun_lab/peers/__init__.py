@@ -18,8 +18,7 @@ TOGETHER = ("llama-cpp", "vllm")
 def peer_contenders(names: Sequence[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:
     """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter; of ``llama-server`` a
     program and its options. ``draft`` is the assistant's checkpoint; ``sequences`` of at most ``context`` tokens are
-    answered together. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
-    adapters."""
+    answered together. Raises ConfigError for an unknown or missing peer, and for a model with adapters."""
     if names and llm.model.info.lora:
         raise ConfigError("peers do not support adapters: remove lora or peers")
     result: list[Contender] = []

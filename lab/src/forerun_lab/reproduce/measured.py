@@ -30,8 +30,7 @@ PAPER_5_GREEDY = (0.75, 0.75, 0.8, 0.87)
 
 @cache
 def rates(tokens: int, temperature: float) -> dict[str, Rates]:
-    """Rates by draft, over ``tokens`` tokens that the bundled target generated at ``temperature`` after held-out
-    text."""
+    """Rates by draft, over ``tokens`` tokens that the bundled target wrote at ``temperature`` after held-out text."""
     texts = list(_written(tokens, temperature))
     target, draft = (_module(name) for name in (TARGET, DRAFT))
     counts = _counts(len(_distributions(target, texts[0][0])[0]))

@@ -128,8 +128,7 @@ def _word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def trained(task: PairTask, shape: str, settings: Settings) -> Path:
-    """The folder of the task's ``target`` or ``draft``, trained for ``settings.minutes`` CPU minutes; goes on where it
-    was."""
+    """The folder of the task's ``target`` or ``draft``, trained for ``settings.minutes`` CPU minutes; resumes."""
     folder = settings.folder / "models" / f"{task.name}-{shape}"
     state = folder / "training.pt"
     torch.manual_seed(0)

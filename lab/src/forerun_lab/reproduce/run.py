@@ -45,8 +45,7 @@ def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False)
             continue
         settings.progress(f"{name}: {PARTS[name].title}")
         began = perf_counter()
-        table = PARTS[name].make(settings)
-        made = asdict(table) | {
+        made = asdict(PARTS[name].make(settings)) | {
             "seconds": round(perf_counter() - began, 1),
             "processor": processor(),
             "version": forerun.__version__,

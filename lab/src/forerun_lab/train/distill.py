@@ -100,8 +100,7 @@ def _earlier(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
 @torch.no_grad()
 def inherit_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Starts a draft from its target's token embeddings, projected to their principal directions. A short run sees rare
-    tokens a few times only; the target has already placed them. A draft as wide as its target or wider keeps its
-    own."""
+    tokens a few times only; the target has placed them already. A draft as wide as its target or more keeps its own."""
     source = target.get_output_embeddings().weight.float()
     weight = draft.get_output_embeddings().weight
     if weight.shape[1] < source.shape[1]:

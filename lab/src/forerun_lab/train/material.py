@@ -89,8 +89,7 @@ class TrainingMaterial:
 
 def gather(config: OnPolicyConfig, method: str) -> TrainingMaterial:
     """Load the target, read the corpus and, if requested, let the target write text; sets torch's threads. Raises
-    ModelError or ConfigError for a folder without a usable target, ConfigError for a missing corpus and for a folder
-    with another run."""
+    ModelError or ConfigError for an unusable target, ConfigError for a missing corpus and for another run's folder."""
     if config.threads:
         torch.set_num_threads(config.threads)
     folder = target_folder(config.target)

@@ -22,8 +22,7 @@ LOSS_LABEL = loop.LossLabel("cross entropy of the next token, nats per token")
 def train_target(config: TargetConfig) -> Path:
     """Trains tokenizer and model; gives the folder, which transformers can load."""
     settings = config.settings()
-    files = list_files(config.corpus)
-    train_files, held_out = split_files(files, config.held_out, config.seed)
+    train_files, held_out = split_files(list_files(config.corpus), config.held_out, config.seed)
     claim(config, "target", map(read_text, (*train_files, *held_out)))
     tokenizer = _tokenizer(config, train_files)
     train = corpora.TokenStream(corpora.encode_files(train_files, tokenizer, config.seed), config.seed)
@@ -55,8 +54,7 @@ def train_target(config: TargetConfig) -> Path:
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross entropy of the next token, nats; `batch` is int64 [rows, length + 1]."""
-    logits = forward(model, batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return functional.cross_entropy(forward(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def forward(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -132,8 +132,7 @@ class LoopSettings:
     def scale(self, consumed: int) -> float:
         """Factor of the learning rates after `consumed` tokens: up, flat, down to zero (a trapezium)."""
         warmup = (consumed + self.batch_tokens) / max(1.0, self.warmup_share * self.tokens)
-        decay = (self.tokens - consumed) / max(1.0, self.decay_share * self.tokens)
-        return max(0.0, min(warmup, decay, 1.0))
+        return max(0.0, min(warmup, (self.tokens - consumed) / max(1.0, self.decay_share * self.tokens), 1.0))
 
     def length_at(self, consumed: int) -> int:
         """Tokens of the sequences of the step that starts after `consumed` tokens."""

@@ -111,7 +111,6 @@ def _layer(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
 
 def _speculators(head: EagleHead, target: dict[str, Any], path: str) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": head.sizes.depth}
-    verifier = {"name_or_path": path, "architectures": target.get("architectures", [])}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -120,7 +119,7 @@ def _speculators(head: EagleHead, target: dict[str, Any], path: str) -> dict[str
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {"name_or_path": path, "architectures": target.get("architectures", [])},
         },
         "transformer_layer_config": _layer(head, target),
         "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
@@ -132,11 +131,10 @@ def _speculators(head: EagleHead, target: dict[str, Any], path: str) -> dict[str
 
 
 def _sglang(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    theta = head.options["theta"]
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer(head, target),
-        "rope_theta": theta,
+        "rope_theta": head.options["theta"],
         "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.layers),
         "eagle_config": {

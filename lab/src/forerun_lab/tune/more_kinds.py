@@ -53,8 +53,7 @@ class MedusaKind(HeadKind):
 
 
 class ParallelKind(MedusaKind):
-    """Initialised with the target's last layer over its last hidden states; ``o_proj`` and ``down_proj`` are fitted by
-    least squares."""
+    """Initialised with the target's last layer over its last states; ``o_proj``, ``down_proj`` by least squares."""
 
     head: ClassVar[type[TrainedHead]] = ParallelHead
 

@@ -366,10 +366,9 @@ def _finish(config: TuneConfig, state: TuneState, known: Mapping[str, Any] | Non
             parts = sorted((config.out / name).iterdir()) if name != TEXTS else [config.out / name]
             files += [str(part.relative_to(config.out)) for part in parts]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
-    accepted = state.results.get("train", {})
     tuned.save(
         config.out, config.model, json.loads(text), files, draft=_known_draft(known), figures=result["measured"],
-        accepted=accepted,
+        accepted=state.results.get("train", {}),
     )  # fmt: skip
     say(choose.verdict(result, trained=bool(config.train)))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")

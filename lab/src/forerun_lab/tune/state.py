@@ -86,8 +86,7 @@ class TuneState:
 
 
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
-    ModelError."""
+    """The frozen target, bfloat16, and its tokenizer, which needs an EOS token between documents. Raises ModelError."""
     opened = Checkpoint.at(folder)
     opened.require_decoder("forerun train")
     target, tokenizer = read_module(opened, torch.bfloat16, attention=None), load_tokenizer(folder)

@@ -1,2 +1,1 @@
-"""Architectures as data: ``description.py`` says what one is made of, ``families.py`` lists them, ``spec.py`` reads a
-checkpoint's config by one."""
+"""Architectures as data: ``description.py`` has their parts, ``families.py`` a list; ``spec.py`` reads configs."""

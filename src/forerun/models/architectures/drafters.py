@@ -1,9 +1,8 @@
 """Drafters' decoder layers as data, which run like any model's: EAGLE-3's, and layers for multi-token prediction that
 checkpoints bring along (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-The latter are layers of their family, with attention over all tokens. Their names are Qwen 3.5's and Qwen3-Next's
-``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``, MiMo's ``model.mtp_layers.0.*``, or GGUF's
-``blk.N.nextn.*``.
+The latter are layers of their family with full attention. Names: Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and
+GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``, MiMo's ``model.mtp_layers.0.*``, GGUF's ``blk.N.nextn.*``.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def gguf_names(architecture: Architecture) -> dict[str, str]:
 
 def mtp_spec(config: Any, names: Collection[str] | None = None) -> tuple[Any, Spec]:
     """The layer's config and spec, for a target of ``config``. ``names`` are its tensors, a checkpoint's or GGUF's,
-    which say whether it has experts and norms of queries and keys; None: as its family. Raises ModelError if it is not
-    supported."""
+    which say whether it has experts and query and key norms; None: as its family. Raises ModelError if unsupported."""
     family = ARCHITECTURES.get(config.model_type) or OTHERS.get(config.model_type)
     if family is None or family.attention.per_layer_sizes or family.mlp.layer_type is not None:
         family, config = LLAMA, _plain(config)

@@ -495,8 +495,7 @@ def _proportional(keys: Keys, width: int) -> dict[str, Any]:
     rotated = int((divisors == 1).sum())
     if divisors.shape != (width // 2,) or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] >= 1e20).all():
         raise keys.error(f"divides its rotary frequencies ({FREQUENCIES}) in another way than Gemma 4 does")
-    factor = rotated / (width // 2)
-    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": factor}
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": rotated / (width // 2)}
 
 
 def _sliding(keys: Keys) -> list[str]:

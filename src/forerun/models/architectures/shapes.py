@@ -119,8 +119,7 @@ def _latent(spec: Spec, config: Any) -> Tensors:
     for head in range(spec.heads):
         yield f"{names.k_b.checkpoint.format(head)}.weight", (sizes.rank, sizes.nope_dim)
         yield f"{names.v_b.checkpoint.format(head)}.weight", (sizes.value_dim, sizes.rank)
-    values = spec.heads * sizes.value_dim
-    yield from _linear(attention.out, spec.hidden, values, bias=_has(config, attention.out_bias))
+    yield from _linear(attention.out, spec.hidden, spec.heads * sizes.value_dim, bias=_has(config, attention.out_bias))
 
 
 def _mixer(spec: Spec) -> Tensors:

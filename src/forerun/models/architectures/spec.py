@@ -116,8 +116,7 @@ class MixerSpec:
     gates: int = 0
     """Numbers of a row's record after the channels."""
     tiled: bool = False
-    """Head i belongs to group i modulo the groups, as GGUF files order a delta net's heads. Otherwise the heads of a
-    group follow one another."""
+    """Head i belongs to group i modulo the groups, as in GGUF files' delta nets; else a group's heads are adjacent."""
     norm_over_ranks: bool = False
     """The norm goes over the heads of all ranks."""
 
@@ -413,7 +412,6 @@ def bind(config: Any, architecture: Architecture | None = None) -> Spec:
     first = config.per_layer_config[0] if attention.per_layer_sizes else config
     head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = None if architecture.latent is None else _latent(architecture.latent, config)
-    divisor = _number(config, architecture.logits_divisor)
     return Spec(
         architecture=architecture,
         hidden=config.hidden_size,
@@ -426,7 +424,7 @@ def bind(config: Any, architecture: Architecture | None = None) -> Spec:
         logits_softcap=_optional(config, architecture.logits_softcap),
         embedding_scale=_number(config, architecture.embedding_scale),
         residual_scale=_number(config, architecture.residual_scale),
-        logits_scale=_number(config, architecture.logits_scale) / divisor,
+        logits_scale=_number(config, architecture.logits_scale) / _number(config, architecture.logits_divisor),
         activation=CLAMPED if clamp else ACTIVATIONS[_activation(architecture, config)],
         activation_params=tuple(float(getattr(config, key, usual)) for key, usual in clamp),
         query_scaling=_query_scaling(attention, config),

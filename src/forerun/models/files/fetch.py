@@ -278,8 +278,7 @@ def _keep_verified(model: Known, path: Path) -> int:
         return 0
     with path.open("r+b") as file:
         for part in model.parts:
-            content = file.read(part.size)
-            if not part.matches(content):
+            if not part.matches(file.read(part.size)):
                 file.truncate(part.offset)
                 return part.number
         file.truncate(model.size)

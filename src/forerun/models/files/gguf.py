@@ -115,8 +115,7 @@ class GGUFFile:
         try:
             result = dequantize(self.rows(name), tensor.kind)
         except NotImplementedError as error:
-            reason = f"{name} is of kind {tensor.kind.name}, which cannot be dequantized"
-            raise _unusable(self.path, reason) from error
+            raise _unusable(self.path, f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
         return torch.from_numpy(np.array(result, dtype=np.float32)).reshape(tensor.shape)
 
     def types(self) -> dict[str, int]:
@@ -353,8 +352,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file, or all shards of the model that it belongs to. Raises ModelError as ``GGUFFile`` and ``add_shards``
-    do."""
+    """The file, or all shards of the model that it belongs to. Raises ModelError as ``GGUFFile`` and ``add_shards``."""
     result = GGUFFile(path)
     if result.metadata.get(SHARD_COUNT, 1) in (0, 1):
         return result

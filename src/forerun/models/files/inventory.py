@@ -68,8 +68,7 @@ def _of_repository(repository: Any) -> Iterator[StoredModel]:
 def known_draft(model: str | Path) -> Path | None:
     """The draft of a known model, if it is on this machine: in the folder of its file, fetched, or in the hub's cache.
 
-    ``model`` is recognised by its name, by that of its repository or folder, or by a GGUF file's metadata, whatever its
-    quantization.
+    ``model`` is recognised by its name, its repository's or folder's, or a GGUF file's metadata, in any quantization.
     """
     for draft in drafts_of(model):
         found = [path for path in _beside(model) if _name_of_file(path) == draft]

@@ -144,8 +144,7 @@ class Checkpoint:
         return result + [folder / name for folder, _ in adapter.parse(lora) for name in names]
 
     def fingerprint(self, lora: Sequence[str] | str | None = None, file_name: str | None = None) -> str:
-        """A hash of the weights: 16 hexadecimal digits, made of the size of each file and of samples of it. Adapters
-        and their weights count too.
+        """A hash of the weights and of ``lora``: 16 hexadecimal digits, from each file's size and samples of it.
 
         Training changes every matrix, so it changes the fingerprint; so does another dtype, and another name of a file.
         ``file_name``: what a renamed GGUF file was called. At most 256 KiB are read per file.
@@ -169,8 +168,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Any:
-        """``transformers_config``, or where the native path runs the model a ``CachedConfig`` with the same values. It
-        is the caller's own."""
+        """``transformers_config``, or on the native path a ``CachedConfig`` with the same values; the caller's own."""
         return copy.deepcopy(self._config)
 
     @cached_property

@@ -1,8 +1,7 @@
 """The registry of weight formats, by their names as options, and the choice of one for a linear layer.
 
 ``base.Format`` describes a format; they are in ``tiled.py``, ``plain.py``, ``int8.py``, ``blocks.py`` and, for GPUs,
-``triton.py``.
-``gguf_types.PACKED`` maps a type of GGUF files to one.
+``triton.py``. ``gguf_types.PACKED`` maps a type of GGUF files to one.
 """
 
 from __future__ import annotations

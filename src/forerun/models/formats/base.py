@@ -61,8 +61,7 @@ def concat_rows(
 
 
 def row_chunks(weight: Rows, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
-    """A weight in chunks of about ``CHUNK`` numbers: the index of the first row, a multiple of ``multiple``, and the
-    rows."""
+    """A weight in chunks of about ``CHUNK`` numbers: index of the first row, in steps of ``multiple``, and rows."""
     outputs, inputs = weight.shape
     step = max(1, CHUNK // max(1, inputs) // multiple) * multiple
     for first in range(0, outputs, step):

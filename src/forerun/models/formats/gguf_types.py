@@ -1,5 +1,4 @@
-"""Quantized types of GGUF files, unpacked for the kernels. No weight changes: it stays a scale times an integer level,
-minus a minimum in some types.
+"""Quantized GGUF types, unpacked for the kernels. No weight changes: a scale times an integer level, less any minimum.
 
 Rare types have no kernel of their own and become a form that holds them. That is ``q2_k`` for three levels, and
 ``codes`` for up to 16 levels and integer scales, where a table of the levels comes with the weights.

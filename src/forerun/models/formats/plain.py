@@ -71,8 +71,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     try:
-        ops = torch.ops.mkldnn
-        if dtype is torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
         with torch.inference_mode():
             weight = (torch.arange(64 * 32, dtype=torch.float32).view(64, 32) % 7).to(dtype)

@@ -25,8 +25,7 @@ ENOUGH = 1 << 23
 READ = 1 << 27
 """Bytes, about, that a measurement reads: more than caches hold, as a model's weights are."""
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32)
-"""Row counts that are measured; those between use the next smaller one's result. Without the matrix unit, more than 16
-rows read the weights twice."""
+"""Measured row counts; others use the next smaller one's. Without the matrix unit, over 16 rows read weights twice."""
 MIN_ROUNDS, SECONDS = 3, 0.5
 """Rounds of measurement: at least this many, and for so long."""
 MARGIN = 0.03
@@ -41,8 +40,7 @@ MOST = 32
 
 
 def autotune(layers: Iterable[Linear], dtype: torch.dtype) -> None:
-    """Set the best prefetch, measured or remembered, of each kind with ``ENOUGH`` bytes in ``layers``, for activations
-    in ``dtype``."""
+    """Set the best prefetch, measured or remembered, of kinds with ``ENOUGH`` bytes in ``layers``, for ``dtype``."""
     by_kind: dict[int, list[Compiled]] = {}
     for layer in layers:
         for part in layer.parts if isinstance(layer, Joined) else (layer,):

@@ -41,8 +41,7 @@ def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
         view = rows.reshape(len(tiles), TILE, -1, in_group).transpose(1, 2)
         tiles.copy_(view.unflatten(2, (2, TILE // 2)).transpose(3, 4))
         return
-    words = rows.contiguous().view(torch.int32)
-    for tile, part in zip(tiles.view(torch.int32).squeeze(-1), words.split(TILE)):
+    for tile, part in zip(tiles.view(torch.int32).squeeze(-1), rows.contiguous().view(torch.int32).split(TILE)):
         tile.copy_(part.T)  # torch has a quick way for a matrix alone
 
 

@@ -1,9 +1,8 @@
 """``triton``: linear layers on a GPU, whose results for a row do not depend on the number of rows.
 
-One kernel multiplies every matrix with any number of rows, in tiles of rows that are masked at the end. The inputs are
-split at places that depend on the weight's shape alone, and the parts' sums are added in order. A tile's width, warps
-and stages change no bit; they are measured once per GPU. An RMS norm of the inputs, the bias, a gated activation and a
-residual are computed in the same call.
+One kernel multiplies every matrix with any number of rows, in tiles that are masked at the end. Inputs are split where
+the weight's shape alone says; the parts' sums are added in order. A tile's width, warps and stages change no bit; they
+are measured once per GPU. The same call computes the inputs' RMS norm, bias, gated activation and residual.
 
 Weights are numbers, 8 bits with a scale per output (``int8_rows``), or blocks of GGUF files (``LEVELS``), in their own
 bits. Activations stay in the model's dtype.
@@ -43,8 +42,7 @@ WARP_BYTES = 512
 GATES = ("", "silu", "gelu_tanh")
 """Activations between a gate and an input."""
 NUMBERS, OUTPUTS, FOUR, EIGHT, SIX = range(5)
-"""Weights as numbers, as levels with a scale per output, in 4 and 8 bits with scales for 32 inputs, and in 6 bits with
-scales for 16."""
+"""Weights as numbers, as levels with a scale per output, in 4 and 8 bits with a scale for 32 inputs, 6 bits for 16."""
 
 
 @triton.jit
@@ -111,8 +109,7 @@ def _add_levels(
     total, tile, levels, group, scales, minima, steps, least_steps, columns, n, inside,
     MINIMA: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the product with one group of levels [outputs, 32], times its scale, less its minimum. With 16 STEPS each
-    half of it has a scale."""
+    """Adds the product with a group of levels [outputs, 32], scaled, less its minimum; 16 STEPS: a scale per half."""
     if STEPS == 16:
         half = levels * (tl.arange(0, 32) < 16)[None, :].to(tl.float32)
         product = tl.dot(tile, tl.trans(half.to(tile.dtype)), input_precision="ieee")
@@ -291,8 +288,7 @@ BUSY, NARROW = 256, 32
 
 
 def fits(width: int, _warps: int, stages: int, step_bytes: int, room: int, *, gated: bool) -> bool:
-    """Whether steps of ``step_bytes`` for each row and output, those of all stages but one, fit into ``room`` bytes of
-    shared memory."""
+    """Whether ``step_bytes`` per row and output, in all stages but one, fit into ``room`` bytes of shared memory."""
     return (stages - 1) * (ROWS + (2 if gated else 1) * width) * step_bytes <= room
 
 
@@ -417,8 +413,7 @@ def in_levels(weight: Rows | Levels, device: torch.device) -> Weight:
     if isinstance(weight, Levels):
         levels, scales = weight.levels, weight.scales
     else:
-        rounded = [quantize_rows(rows) for _, rows in row_chunks(weight)]
-        scales, levels = (torch.cat(side) for side in zip(*rounded))
+        scales, levels = (torch.cat(side) for side in zip(*[quantize_rows(rows) for _, rows in row_chunks(weight)]))
     levels, scales = levels.to(device).contiguous(), scales.to(device, torch.float32)
     outputs, inputs = levels.shape
     return Weight(OUTPUTS, KINDS["int8_rows"], outputs, inputs, levels, scales)

@@ -1,5 +1,4 @@
-"""A disk cache of weights in the kernels' layout. The next start maps them instead of laying them out again, and
-processes share the memory."""
+"""A disk cache of weights in the kernels' layout: a start maps them as they are, and processes share the memory."""
 
 from __future__ import annotations
 

@@ -183,8 +183,7 @@ class Leader(Team):
 
 
 def _end(others: list[Rank], folder: Path, process: int) -> None:
-    """Close the connections, so that the others end; kill those that are inside a forward. In a child of ``process``
-    they stay."""
+    """Close the connections, so that others end; kill those inside a forward. In a child of ``process`` they stay."""
     for other in others:
         other.pipe.close()
     if process != os.getpid():

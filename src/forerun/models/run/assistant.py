@@ -66,8 +66,7 @@ class Clusters:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocabulary] of x [n, width]."""
-        best = (x @ self.centroids.T).topk(self.top_k, dim=-1).indices
-        ids = self.tokens[best].flatten(1)
+        ids = self.tokens[(x @ self.centroids.T).topk(self.top_k, dim=-1).indices].flatten(1)
         logits = (self.rows[ids] @ x[:, :, None])[..., 0].float()
         lowest = logits.min(dim=-1, keepdim=True).values - 1.0
         return lowest.expand(-1, len(self.rows)).scatter(1, ids, logits)

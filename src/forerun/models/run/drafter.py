@@ -34,8 +34,7 @@ log = logging.getLogger("forerun")
 
 
 class DraftDecoder(NativeModel):
-    """A described drafter (``description.DraftInput``). A batch's ``embeds`` are the rows that its first layer is
-    given, one for each token.
+    """A described drafter (``description.DraftInput``). A batch's ``embeds`` are its first layer's rows, one per token.
 
     Args:
         target: the model whose embedding it has, and whose output layer unless ``weights`` hold one.
@@ -56,8 +55,7 @@ class DraftDecoder(NativeModel):
         self._kernels = how == "streamed"
         self._rotaries = {name: self._rotary(config, name) for name in spec.rotaries}
         with torch.inference_mode():
-            maker = Maker(weights, self.dtype, self.device, how, form, lambda _: None)
-            self._build(maker, outputs)
+            self._build(Maker(weights, self.dtype, self.device, how, form, lambda _: None), outputs)
         self.info = replace(
             info, architecture=spec.architecture.causal, num_layers=len(self._layers), state_shapes=(), encoder=None,
             kv_shapes=tuple(spec.kv_shape(index) for index in range(len(self._layers))), mixture=None, outputs=None,

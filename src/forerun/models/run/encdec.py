@@ -118,9 +118,8 @@ class EncoderDecoderStack:
 
 
 class EncoderDecoder:
-    """A described encoder-decoder behind the engine's protocol, made of transformers' ``module``. ``start`` are the
-    decoder's first tokens unless a request has its own. Raises ConfigError if ``invariant`` is asked for and cannot
-    be."""
+    """A described encoder-decoder behind the engine's protocol, of transformers' ``module``. ``start``: the decoder's
+    first tokens unless a request has its own. Raises ConfigError if ``invariant`` is asked for and cannot be."""
 
     tiles: Tiles | None = None
     row_multiple = 1
@@ -233,8 +232,7 @@ class EncoderDecoder:
         encoder, spec = self._encoder, self.spec
         lengths = [len(source) for source in sources]
         ids = torch.tensor([token for source in sources for token in source], device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        x = encoder.inputs(ids, positions)
+        x = encoder.inputs(ids, torch.cat([torch.arange(length, device=self.device) for length in lengths]))
         bias = encoder.bias
         biases = [None if bias is None else _by_pair(bias, length).to(self.dtype) for length in lengths]
         for block, mlp in zip(encoder.attention, encoder.mlp):

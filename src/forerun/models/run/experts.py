@@ -1,8 +1,7 @@
 """Mixtures of experts in which a row's bits do not depend on the rows beside it.
 
-An expert takes the rows that chose it in one call. A row's bits do not depend on how many they are: our kernels' never
-do, and torch gets calls of the sizes that ``core/tiles.py`` finds to agree. A row's outputs are added up in the order
-of the experts' numbers, in float32.
+An expert takes the rows that chose it in one call. Their number changes no bit: our kernels' results never depend on
+it, and torch gets calls of sizes that ``core/tiles.py`` finds to agree. Outputs are added in expert order, in float32.
 """
 
 from __future__ import annotations

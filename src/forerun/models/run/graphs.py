@@ -35,8 +35,7 @@ PAGES, NODES = 64, 8
 
 
 class Padded(Batch):
-    """Rows whose numbers are on the device. As many rows have logits: ``scores_all``, each of them, or else those that
-    ``logit_rows`` names."""
+    """Rows with numbers on the device, and as many with logits: all (``scores_all``), or those in ``logit_rows``."""
 
     def __init__(self, sizes: Sizes, device: torch.device, hidden: tuple[int, ...], scores_all: bool = True) -> None:
         super().__init__([], device, hidden=hidden)
@@ -170,8 +169,7 @@ class Graphs:
         self._graphs.pop(owner, None)
 
     def get(self, owner: object, key: object, at: tuple[int, ...], make: Callable[[], T]) -> T:
-        """What ``make`` returned for ``key``; kept while ``owner`` lives, and until what it reads is no longer ``at``
-        these addresses."""
+        """What ``make`` gave for ``key``, kept while ``owner`` lives and what it reads is ``at`` these addresses."""
         if self._graphs.get(owner, (at, {}))[0] != at:
             del self._graphs[owner]
         if key not in self._graphs.get(owner, (at, {}))[1]:

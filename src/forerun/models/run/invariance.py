@@ -128,8 +128,7 @@ def _in_chunks(probe: _Probe, cuts: list[int]) -> torch.Tensor:
 
 
 def _beside_others(probe: _Probe, cuts: list[int]) -> torch.Tensor:
-    """Each chunk beside a decode, a verification, a short prompt and, every other time, a crowd of decodes. Sources are
-    encoded beside others too."""
+    """Each chunk beside a decode, a verification, a short prompt and, every other time, many decodes; sources, too."""
     probe.forget()
     rows, fed = [], {MATE: 0, OTHER: 0}
     for index, (start, end) in enumerate(pairwise(cuts)):

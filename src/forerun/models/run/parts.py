@@ -50,8 +50,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32; ``bias`` may
-    be None."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in float32; ``bias`` may be None."""
 
     __slots__ = ("bias", "dtype", "eps", "weight")
 
@@ -80,8 +79,7 @@ def make_norm(
 
         return TritonNorm(weight, eps, dtype, layer_norm=layer_norm, bias=bias)
     if kernels:
-        shift = torch.zeros_like(weight) if layer_norm and bias is None else bias
-        return KernelNorm(weight, eps, dtype, shift)
+        return KernelNorm(weight, eps, dtype, torch.zeros_like(weight) if layer_norm and bias is None else bias)
     return LayerNorm(weight, bias, eps, dtype) if layer_norm else RMSNorm(weight, eps, dtype)
 
 

@@ -1,6 +1,5 @@
-"""Tokenizers from GGUF files: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names, and
-SentencePiece's BPE, which merges the pair whose union has the highest score first. Gemma 4's files list the merges
-instead of scores."""
+"""Tokenizers from GGUF files: byte-level BPE, with the pre-tokenizer in ``tokenizer.ggml.pre``, and SentencePiece's,
+which merges the pair whose union has the highest score first. Gemma 4's files list merges, not scores."""
 
 from __future__ import annotations
 
@@ -268,8 +267,7 @@ def _unique(tokens: list[str], types: list[int]) -> list[str]:
 
 
 def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
-    """On which sides an added token strips white space, which files leave out: on the right in Phi-3's vocabulary, on
-    both sides in Phi-4's."""
+    """The sides on which added tokens strip white space, which files do not say: the right in Phi-3, both in Phi-4."""
     if metadata.get("general.architecture") != PHI3.gguf:
         return {}
     if metadata.get("tokenizer.ggml.model") == "llama":

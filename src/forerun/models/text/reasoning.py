@@ -42,8 +42,7 @@ def check_parser(name: str) -> None:
 
 
 class Boundary:
-    """One parser's markers as token ids. Raises ConfigError where the tokenizer splits one into several tokens; those
-    of gpt-oss are three tokens."""
+    """One parser's markers as token ids. Raises ConfigError if the tokenizer splits one; gpt-oss's are three tokens."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         check_parser(name)

@@ -65,8 +65,7 @@ class Embedding:
 
 
 def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> Rows:
-    """One weight in ``dtype`` on ``device`` of several projections over the same inputs, end to end, each with an order
-    of its rows."""
+    """One weight in ``dtype`` on ``device`` for projections of the same inputs, end to end, each with its row order."""
 
     def side(part: Rows, order: torch.Tensor | None, rows: slice) -> torch.Tensor:
         return part[rows if order is None else order[rows]].to(device, dtype)
@@ -85,8 +84,7 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 @dataclass
 class Maker:
     """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays. Without one, weights in blocks
-    stay in blocks unless ``numbers_only``, and numbers are stored as ``how`` says. ``advance`` gets the bytes read for
-    each layer."""
+    stay so unless ``numbers_only``, and numbers are stored as ``how`` says. ``advance`` gets each layer's bytes."""
 
     weights: Weights
     dtype: torch.dtype
@@ -127,8 +125,7 @@ class Maker:
         self._bytes = 0
 
     def linear(self, *parts: str, order: Sequence[Order] = ()) -> Linear:
-        """One layer of one or several projections ("model.layers.0.mlp.up_proj"), whose outputs follow each other; each
-        projection has its own order of rows."""
+        """A layer of one or several projections ("model.layers.0.mlp.up_proj"), end to end, each with its row order."""
         orders: Sequence[Order] = order or [None] * len(parts)
         packed = [self._blocks(f"{part}.weight", order) for part, order in zip(parts, orders)]
         made: list[Any] = []

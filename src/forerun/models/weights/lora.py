@@ -161,8 +161,7 @@ def _check(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _for_layer(folder: Path, config: Mapping[str, Any], key: str, patterns: str, name: str) -> Any:
-    """The value of ``key`` for a layer: that of the first of ``patterns`` that matches its name, as PEFT matches them,
-    or else the common one."""
+    """A layer's ``key``: that of the first of ``patterns`` to match its name, as PEFT does it, or the common one."""
     for pattern, value in (config.get(patterns) or {}).items():
         with checkpoint.library(f"{folder / ADAPTER} cannot be used: {shown(pattern)} is no regular expression"):
             if re.match(rf"(.*\.)?({pattern})$", name):

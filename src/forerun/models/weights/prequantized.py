@@ -237,8 +237,7 @@ def _check_types(parts: Tensors) -> None:
 
 
 def _check_shape(tensor: torch.Tensor, shape: tuple[int | None, ...], inputs: int | None = None) -> None:
-    """Raise ValueError unless a tensor has this shape. None stands for the number of groups, which must divide
-    ``inputs``."""
+    """Raise ValueError unless a tensor has this shape. None is the number of groups, which must divide ``inputs``."""
     if len(tensor.shape) != len(shape) or any(size not in (None, own) for own, size in zip(tensor.shape, shape)):
         raise ValueError(f"a part of it is {[*tensor.shape]}")
     groups = next((own for own, size in zip(tensor.shape, shape) if size is None), 1)

@@ -120,8 +120,7 @@ def _rope_scaling(rope: Any) -> list[float] | None:
 
 
 def read_dflash(folder: Path, num_layers: int) -> Read:
-    """Reads a DFlash, DFlash2 or DSpark checkpoint of z-lab, SGLang, speculators or llama.cpp. Raises ModelError
-    for anything else."""
+    """Reads a DFlash, DFlash2 or DSpark checkpoint of z-lab, SGLang, speculators or llama.cpp, or raises ModelError."""
     config, tensors = read_drafter(folder, "dflash")
     inner = config.get("transformer_layer_config", config)
     own = config.get("dflash_config") or config.get("dspark_config") or {}
@@ -147,8 +146,7 @@ def read_dflash(folder: Path, num_layers: int) -> Read:
             raise ModelError(f"{folder}: its {name} is of {codes.shape[0]} tokens, its vocabulary of {vocabulary}")
     if not options["own_head"]:
         weights.pop("lm_head.weight", None)  # the target's again
-    depth = block - (not options["from_anchor"])
-    arguments = _arguments(size, vocabulary, num_layers, depth, options)
+    arguments = _arguments(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)
     return arguments, {_dflash_name(name): tensor for name, tensor in weights.items()}
 
 

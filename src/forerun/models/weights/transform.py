@@ -61,8 +61,7 @@ class Weights(Protocol):
 
 
 def transform(files: Files, config: Any, *, adapters: Sequence[lora.Adapter] = ()) -> Weights:
-    """The weights in ``files`` for a described decoder, with ``adapters`` merged, and scaled as the config says. Raises
-    ModelError."""
+    """The weights in ``files`` for a described decoder, adapters merged, scaled as configured. Raises ModelError."""
     if adapters and getattr(config, TILED_HEADS, False):
         raise ModelError(
             f"{files.path} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of"
@@ -248,8 +247,7 @@ class GGUFPart(NamedTuple):
 
 class GGUFWeights:
     """The weights in a GGUF file as a checkpoint has them: its names, its order of query and key rows, and norms
-    without their offset. Raises ModelError for a tensor that is missing, unknown, or of another shape or an unknown
-    type."""
+    without their offset. Raises ModelError for a missing or unknown tensor, or one of another shape or unknown type."""
 
     def __init__(self, file: GGUFFile, config: Any, spec: Spec | None = None) -> None:
         """``spec``: a drafter's, whose weights are the file's; None: the model's."""
@@ -427,8 +425,7 @@ def _scaled(weight: Rows, factors: Sequence[float], rows: Sequence[int]) -> Rows
 
 
 def with_adapters(weights: Weights, adapters: Sequence[lora.Adapter], config: Any, model: str) -> Weights:
-    """``weights`` with adapters merged; ``config`` has as many tokens then. Raises ModelError for an adapter that was
-    made for another model."""
+    """``weights`` with adapters merged; ``config`` gets as many tokens. Raises ModelError for another model's."""
     architecture = bind(config).architecture
     embedding, head = (f"{each.checkpoint}.weight" for each in (architecture.embedding, architecture.head))
     others: dict[str, Rows] = {}

@@ -327,8 +327,7 @@ class WholeParser(ToolParser, ABC):
         try:
             calls, end = self.parse_calls(self._buffer)
         except (ValueError, RecursionError) as error:
-            wait = isinstance(error, Unfinished) and not self._last
-            return False if wait else self._reject(0)
+            return False if isinstance(error, Unfinished) and not self._last else self._reject(0)
         self._buffer = self._buffer[end:]
         return self._emit_calls(calls, self._read_end)
 
@@ -426,8 +425,7 @@ class Reader:
 
 
 def unescaped(text: str) -> str:
-    """Returns the text of a string with backslashes, which JSON and Python understand alike. Raises ValueError for half
-    a surrogate pair."""
+    """The text of a string with backslashes, alike in JSON and Python. Raises ValueError for half a surrogate pair."""
 
     def letter(found: re.Match[str]) -> str:
         code, octal, other = found[1] or found[2] or found[3], found[4], found[5]
@@ -442,8 +440,7 @@ def unescaped(text: str) -> str:
 
 def length_without_marker(text: str, markers: Sequence[str]) -> int:
     """Returns how many characters of ``text`` cannot belong to one of the ``markers``, whatever follows."""
-    longest = max(map(len, markers))
-    for start in range(max(0, len(text) - longest + 1), len(text)):
+    for start in range(max(0, len(text) - max(map(len, markers)) + 1), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
             return start
     return len(text)

@@ -114,8 +114,7 @@ def tool_grammar(
 ) -> StructuredOutputsParams | None:
     """Returns the grammar of an answer to a request with tools; None if the model is free to call or not.
 
-    ``required`` or a named function permits calls alone. Under ``auto``, a ``response_format`` applies to
-    answers without calls.
+    ``required`` or a named function permits calls alone. Under ``auto``, ``response_format`` applies to other answers.
 
     Args:
         body: the request.

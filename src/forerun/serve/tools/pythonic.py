@@ -89,8 +89,7 @@ class PythonRules(SpelledRules):
         return f"({self._part(schema)} | {single})"
 
     def _text(self, value: str) -> str:
-        options = [quoted(json.dumps(value)), *([quoted(f"'{value}'")] if re.fullmatch(PLAIN, value) else [])]
-        return either(options)
+        return either([quoted(json.dumps(value)), *([quoted(f"'{value}'")] if re.fullmatch(PLAIN, value) else [])])
 
     def _name(self, key: str) -> str:
         if not key.isidentifier():

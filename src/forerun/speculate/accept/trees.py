@@ -122,9 +122,8 @@ class Traversal(TreeRule):
        with s = sum max(0, a P - q): P becomes max(0, a P - q) / s and a becomes s / (s + 1 - a);
     2. with probability a, accept the path to v and emit a draw of P.
 
-    Lossless, with and without replacement. A rejected token's budget goes to its siblings and its parent's residual,
-    so that at least as much is kept as from the root down. A rejected token has no mass left in P, so that a repeated
-    draw of it fails.
+    Lossless, with and without replacement. A rejected token's budget goes to its siblings and its parent's residual, so
+    at least as much is kept as from the root down. A rejected token has no mass left in P: a repeated draw fails.
     """
 
     name = "traversal"

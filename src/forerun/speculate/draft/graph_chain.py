@@ -2,8 +2,7 @@
 
 A step chooses tokens with the target's own noise, writes them down, and feeds them; positions, cache entries and keys
 of noise go on in device memory. One copy at the end brings all chains to the host. Where it has to cut them, it waits
-for that; else the target verifies them first.
-Where there is no CUDA, under Triton's interpreter, the same steps run without a graph.
+for that; else the target verifies them first. Without CUDA (Triton's interpreter), the steps run without a graph.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class Bucket:
             "options": 4 * rows, "keys": 3 * rows * most,
         }  # fmt: skip
         self.numbers = Numbers(sum(lengths.values()), device)
-        ends = np.cumsum([*lengths.values()])[:-1]
-        self.host = dict(zip(lengths, np.split(self.numbers.host, ends)))
+        self.host = dict(zip(lengths, np.split(self.numbers.host, np.cumsum([*lengths.values()])[:-1])))
         self.parts = dict(zip(lengths, self.numbers.device.split_with_sizes([*lengths.values()])))
         self.batch = Padded(sizes, device, () if state is None else (RAW,))
         self.tables = lay_out(self.parts["forward"], self.batch, sizes)
