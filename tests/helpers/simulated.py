@@ -55,7 +55,9 @@ class Machine:
     host: float = 0.0
     """What the policy takes to make a plan."""
     follows: float = 0.0
-    """What drafters take for each sequence of a round that is not at rest, whether they draft or not."""
+    """What the work for speculation takes for each sequence of a round that is not at rest, drafts or not."""
+    keeps: float = 0.0
+    """What it takes of a round at rest."""
     room: int = sys.maxsize
     """Requests for which there is room while prices are measured."""
     mixture: MixtureInfo | None = None
@@ -90,8 +92,9 @@ class Machine:
         return 1e-3 * (self.draft + each * levels + self.per_token_behind * behind)
 
     def following(self, policy, running):
-        rests = policy.resting or all(sequence.drafter is None for sequence in running)
-        return 0.0 if rests else 1e-3 * self.follows * len(running)
+        rest = getattr(policy, "_rest", None)
+        rests = (rest and rest.resting) or all(sequence.drafter is None for sequence in running)
+        return 1e-3 * (self.keeps if rests else self.follows) * len(running)
 
     def at(self, seconds):
         """Prices of this second."""

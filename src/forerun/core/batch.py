@@ -183,6 +183,28 @@ class Output:
     """Experts read, summed over layers; 0: there are none, or they were not counted."""
 
 
+class HiddenStates:
+    """Hidden states of one sequence's ``rows`` of a forward. They are selected when they are asked for: most drafters
+    that do not draft now drop them unread."""
+
+    __slots__ = ("hidden", "rows")
+
+    def __init__(self, hidden: dict[int, torch.Tensor], rows: range | list[int]) -> None:
+        self.hidden, self.rows = hidden, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        """[rows, hidden size]."""
+        rows = self.rows
+        return self.hidden[layer][slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+
+    def joined(self, layers: Sequence[int]) -> torch.Tensor:
+        """[rows, layers * hidden size]."""
+        return self[layers[0]] if len(layers) == 1 else torch.cat([self[layer] for layer in layers], dim=-1)
+
+
 @dataclass(slots=True)
 class Scores:
     """The target's logits at every drafted position, for the sequences that decode this round."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from forerun.core.batch import HiddenStates
     from forerun.kernels.gpu import HostCopy
 
 POINT_MASS = -1
@@ -225,8 +226,8 @@ class Verdict:
     """The tokens to emit: the path's, then ``token``; fewer if a stop or an error is among them."""
     fed: int = 0
     """Committed tokens that the target read this round: 1 in plain decoding, more in prefill."""
-    hidden: dict[int, torch.Tensor] | None = None
-    """Per layer that a drafter needs: [tokens, hidden size] of every token that stays in the cache, in order."""
+    hidden: HiddenStates | None = None
+    """If a drafter needs them: ``hidden[layer]`` [tokens, hidden size] of every token that stays in the cache."""
 
     @property
     def matched(self) -> int:

@@ -45,7 +45,7 @@ def speculate(
     laps = Laps(target.model.info.device)
     drafts = drafter.propose(sequences, budgets)  # 1. sample guesses from q
     laps.mark()
-    result = verify(target, sequences, drafts, policy.resting)  # 2. compute p at every guess, in one forward
+    result = verify(target, sequences, drafts)  # 2. compute p at every guess, in one forward
     laps.mark()
     verdicts = _accept(rule, result, sampler, len(sequences))  # 3. accept a path of guesses, and draw the next token
     outcome = branch(sequences, drafts, verdicts, result, sampler, target, (drafter, policy))

@@ -41,14 +41,11 @@ class Verification:
     """Per sequence of the round: the first of its rows in ``output.logits``."""
 
 
-def verify(target: Target, sequences: Requests, drafts: Drafts, resting: bool = False) -> Verification:
-    """Feeds every sequence's scheduled tokens and draft in one forward, and warps the logits of those that decode.
-    ``resting``: no drafter needs hidden states."""
+def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
+    """Feeds every sequence's scheduled tokens and draft in one forward, and warps the logits of those that decode."""
     late = find_late(target, drafts)
     spans = pack(sequences, drafts)
-    device = target.model.info.device
-    # On other devices they cost next to nothing, and without them a round would need CUDA graphs of its own.
-    batch = Batch(spans, device, hidden=() if resting and device.type == "cpu" else target.hidden, late=late)
+    batch = Batch(spans, target.model.info.device, hidden=target.hidden, late=late)
     if target.before is not None:
         target.before()
     output = target.model.forward(batch, target.attention)

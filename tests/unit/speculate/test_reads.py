@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,7 +174,6 @@ def test_a_head_tells_what_it_must_read_and_may_wait(headed, tokens, ending):
         cached = drafter.skipped[job.sequence.id]
         assert drafter.backlog(job.sequence) == len(job.sequence.tokens) - 1 - cached
         assert sum(len(rows) for rows in drafter.pending[job.sequence.id]) == drafter.backlog(job.sequence)
-        assert drafter.backlog(replace(job.sequence, tokens=[*job.sequence.tokens, 0])) == 1, "at rest it saw less"
         while engine.busy:
             engine.step()
             if ending != "answered" and job.sequence.num_output > 3:

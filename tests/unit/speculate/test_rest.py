@@ -9,6 +9,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.heads.base import FeatureDrafter
+from forerun.speculate.draft.heads.layers import LayerDrafter
 from forerun.speculate.length.base import Parts, Seconds, Setting
 from forerun.speculate.length.rest import Rest
 from forerun.speculate.names import policies
@@ -24,14 +25,14 @@ DEAR = {"base": 6.0, "per_sequence": 0.0, "prices": (1.0, 1.05, 1.1, 1.5, 1.85, 
 def test_following_costs_little_where_no_draft_can_pay(rate, looks_up):
     """Without rests these make 0.90."""
     costs = {"draft": 0.05, "per_level": 0.0, "per_token_behind": 0.0} if looks_up else {}
-    machine = Machine(**DEAR, **costs, follows=0.25, looks_up=looks_up)
+    machine = Machine(**DEAR, **costs, follows=0.25, keeps=0.01, looks_up=looks_up)
     runs = [play(machine, "adaptive", 4, lambda *_: rate, length=96, requests=60, seed=seed) for seed in range(2)]
     assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 0.97
 
 
 def test_the_next_process_rests_from_its_first_round():
     def speed(seed, kept=None):
-        machine = Machine(**DEAR, follows=0.25)
+        machine = Machine(**DEAR, follows=0.25, keeps=0.01)
         run = play(machine, "adaptive", 4, lambda *_: 0.0, length=48, requests=12, seed=seed, kept=kept)
         return run.plain_work / run.work, run.kept
 
@@ -94,7 +95,7 @@ def test_rounds_that_read_prompts_count_but_are_not_compared():
 def test_look_ups_at_rest_are_priced_by_the_rows_of_all_who_look_up():
     """Each row costs as much as a plain one; half of what is looked up is accepted."""
     costs = {"base": 5.0, "per_sequence": 0.0, "multiple": 1, "prices": [0.5 + 0.5 * rows for rows in range(1, 60)]}
-    machine = Machine(**costs, draft=0.05, per_level=0.0, per_token_behind=0.0, looks_up=True, follows=0.2)
+    machine = Machine(**costs, draft=0.05, per_level=0.0, per_token_behind=0.0, looks_up=True, follows=0.2, keeps=0.01)
     given = {"depth": 15, "length": 120, "requests": 32}
     kept = play(machine, "adaptive", 16, lambda *_: 0.5, **given).kept
     run = play(machine, "adaptive", 16, lambda *_: 0.5, **given, kept=kept)
@@ -152,7 +153,6 @@ def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
     rest, compared = Rest(), 0
     for _ in range(4000):
         compared += rest.resting
-        assert rest.follows or not rest.resting
         rest.observe(*((1.0, 1.0, 1.0, 0.0) if rest.resting else (1.5, 1.0, 1.0, 0.0)))
     assert 0 < compared < 80
     rest.check()  # rounds with drafts have become slower
@@ -162,32 +162,33 @@ def test_where_speculation_pays_it_is_compared_seldom_and_drafters_follow():
 
 def test_it_rests_though_the_machine_is_at_times_twice_as_slow():
     """The work for speculation is 4 % of a round. Without rests these make 0.96."""
-    machine = Machine(**DEAR, jitter=0.08, follows=0.25, slow=lambda at: (1.0, 2.0, 1.2, 1.0, 1.4)[int(2 * at) % 5])
+    costs = {**DEAR, "follows": 0.25, "keeps": 0.01}
+    machine = Machine(**costs, jitter=0.08, slow=lambda at: (1.0, 2.0, 1.2, 1.0, 1.4)[int(2 * at) % 5])
     runs = [play(machine, "adaptive", 1, lambda *_: 0.2, depth=6, requests=60, seed=seed) for seed in range(8)]
     assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 0.97
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", [64, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head_begins_anew_after_a_rest(method, temperature, tiny_target, tmp_path):
-    """It drafts again, and the tokens are those of plain decoding."""
+def test_a_head_reads_what_it_missed_at_rest(method, temperature, kept, tiny_target, tmp_path, monkeypatch):
+    """After a long rest it begins anew with the last tokens. The tokens are those of plain decoding."""
+    monkeypatch.setattr(LayerDrafter, "UNREAD", kept)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     prompts = ["def foo(x): return x", "abcabcabcabc", "hello"]
     plain = [each.outputs[0].token_ids for each in LLM(tiny_target, speculative_config=None).generate(prompts, params)]
     config = {"method": method, **drafters[method].example(Path(tiny_target), tmp_path), "length": "fixed"}
     engine = LLM(tiny_target, speculative_config=config).engine
     jobs = [engine.add(engine.tokenizer.encode(text), params)[0] for text in prompts]
-    budgets, drafted = engine.policy.budgets, []
-
-    def resting(sequences):
-        engine.policy.resting = len(drafted) % 12 >= 8
-        return [0 if engine.policy.resting else budget for budget in budgets(sequences)]
-
-    engine.policy.budgets = resting
+    budgets, drafted, unread = engine.policy.budgets, [], set()
+    (drafter,) = engine.router.drafters.values()
+    engine.policy.budgets = lambda all: [0 if len(drafted) % 12 >= 6 else budget for budget in budgets(all)]
     while engine.busy:
         engine.step()
         drafted.append(sum(job.metrics.num_draft_tokens for job in jobs))
+        unread |= {0, *drafter.skipped.values()}
     assert [job.output_ids for job in jobs] == plain
     assert drafted[-1] > drafted[11] > 0
+    assert not isinstance(drafter, LayerDrafter) or (max(unread) == 0) == (kept > 6)
     engine.check()

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Batch, HiddenStates, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext
@@ -77,8 +77,9 @@ class ResidualDrafter(BlockDrafter):
     per_sequence = ("seen", "skipped", "latest")
     latest: dict[int, torch.Tensor]
 
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        self.latest[sequence.id] = rows[-1].clone()
+    def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
+        super().add_hidden(sequence, hidden)
+        self.latest[sequence.id] = hidden.joined(self.layers)[-1].clone()
 
     def all_logits(self, sequences: Requests) -> torch.Tensor:
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.batch import HiddenStates
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.heads.head import Sizes
@@ -180,8 +181,10 @@ class Parallel(BlockDrafter):
     newest: dict[int, torch.Tensor]
 
     @inference
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        self.newest[sequence.id] = self.head.add_context(self.caches, sequence, rows)[-1].clone()
+    def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
+        super().add_hidden(sequence, hidden)
+        rows = self.head.add_context(self.caches, sequence, hidden.joined(self.layers))
+        self.newest[sequence.id] = rows[-1].clone()
 
     def all_logits(self, sequences: Requests) -> torch.Tensor:
         """Runs whole blocks, as in training, because rows attend to each other."""

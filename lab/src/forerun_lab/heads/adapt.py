@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from forerun import kernels
+from forerun.core.batch import HiddenStates
 from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
@@ -126,7 +127,7 @@ class Learner:
             bias = target.lm_head(torch.zeros_like(unit[:1]))  # what the output layer adds to any state
             self.output = (target.lm_head(unit) - bias).T.to(info.dtype).contiguous()
 
-    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
+    def watch(self, sequence: RequestState, hidden: HiddenStates) -> None:
         """Adds the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""
         if self.began is None:
             self.began = self.clock()

@@ -390,16 +390,16 @@ class Fused:
     def _hidden(self, batch: Batch, layers: Sequence[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Tensors for the hidden states that the batch asks for, and the addresses where each layer's input and the
         outputs go. The raw output has the rows with logits alone, unless the normed one is asked for too."""
-        asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
-        if not asked:
-            return {}, array("q", bytes(8 * (len(layers) + 2)))
-        last = len(self.decoder.layers)
-        rows = dict.fromkeys((*layers, last), batch.num_rows)
-        rows[RAW] = batch.num_rows if last in batch.hidden else batch.num_logits
-        hidden = {
-            layer: torch.empty(count, self.hidden, dtype=self.dtype) for layer, count in rows.items() if layer in asked
-        }
-        return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*layers, last, RAW)))
+        asked, last = batch.hidden if self.sums is None else (*batch.hidden, RAW), len(self.decoder.layers)
+        hidden, addresses = dict[int, torch.Tensor](), array("q", bytes(8 * (len(layers) + 2)))
+        order = [*layers, last, RAW] if asked else []
+        for layer in asked:
+            if layer in order:
+                some = layer == RAW and last not in batch.hidden
+                count = batch.num_logits if some else batch.num_rows
+                hidden[layer] = part = torch.empty(count, self.hidden, dtype=self.dtype)
+                addresses[order.index(layer)] = part.data_ptr()
+        return hidden, addresses
 
     def _workspace(self, rows: int, num_logits: int) -> torch.Tensor:
         numbers = self._sizes.get(rows)

@@ -132,7 +132,7 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Requests) -> list[int]:
         self._round = None
         rest = self._rests[(len(sequences) - 1).bit_length()]
-        self._rest, self.resting = rest, rest.resting and not rest.follows
+        self._rest = rest
         self._number += 1
         self._idle = self._quiet(self._number)
         if self._idle:

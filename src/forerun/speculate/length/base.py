@@ -70,8 +70,6 @@ class LengthPolicy(ABC):
 
     reproducible = True
     """Whether budgets depend on tokens alone, not on measured time."""
-    resting = False
-    """Whether no hidden states are kept for drafters in this round."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from forerun.core.batch import HiddenStates
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.registry import from_lab, has_lab
@@ -54,8 +55,8 @@ class HeadConfig(DrafterConfig):
 class FeatureDrafter(Drafter[C]):
     """Collects the target's hidden states of every sequence.
 
-    There are none of tokens that the target took from its prefix cache, nor of rounds at rest (``length/rest.py``):
-    what a drafter reads begins after them, or after those that it kept itself.
+    There are none of tokens that the target took from its prefix cache: what a drafter reads begins after them, or
+    after those that it kept itself.
     """
 
     per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped")
@@ -70,21 +71,12 @@ class FeatureDrafter(Drafter[C]):
         for sequence, verdict in zip(sequences, verdicts):
             if verdict.hidden is None or verdict.error is not None or not self.layers:
                 continue
-            parts = [verdict.hidden[layer] for layer in self.layers]
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-            start = sequence.num_computed_tokens - rows.shape[0]
-            if self.seen.get(sequence.id, start) != start:  # it begins anew after rounds at rest
-                self.release(sequence)
-            self.skipped.setdefault(sequence.id, start)
+            self.skipped.setdefault(sequence.id, sequence.num_computed_tokens - len(verdict.hidden))
             self.seen[sequence.id] = sequence.num_computed_tokens
-            self.add_features(sequence, rows)
-            self.watch(sequence, verdict.hidden)
+            self.add_hidden(sequence, verdict.hidden)
 
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Stores the target's hidden states of newly cached tokens, [tokens, layers * hidden size]."""
-
-    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
-        """Called with the same tokens' hidden states by layer."""
+    def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
+        """Stores the target's hidden states of newly cached tokens."""
 
     def learn(self) -> None:
         """Called before drafting."""
@@ -157,7 +149,7 @@ class HeadDrafter(FeatureDrafter[C]):
         ids = self.head.token_ids()
         return logits if ids is None else scatter_logits(logits, ids, self.head.sizes.vocab_size)
 
-    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
+    def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
         if self.learner is not None:
             self.learner.watch(sequence, hidden)
 

@@ -17,7 +17,7 @@ import torch
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.batch import Batch, Output, Span
+from forerun.core.batch import Batch, HiddenStates, Output, Span
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
@@ -26,7 +26,7 @@ from forerun.models.formats import ON_CPU
 from forerun.models.run.drafter import DraftDecoder
 from forerun.models.run.fused import RAW
 from forerun.models.weights.transform import TensorWeights
-from forerun.speculate.draft.base import Chooser, DraftContext, scatter_logits
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, scatter_logits
 from forerun.speculate.draft.chain import FEEDS_NORMED, CatchUpConfig, ChainRunner, can_chain
 from forerun.speculate.draft.heads.base import FeatureDrafter, HeadConfig, HeadDrafter
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
@@ -44,8 +44,10 @@ class LayerConfig(StepsConfig, HeadConfig, CatchUpConfig):
 
 class LayerDrafter(FeatureDrafter[L]):
     per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped", "pending")
-    pending: dict[int, list[torch.Tensor]]
-    """Per sequence: features that the layers have not read."""
+    UNREAD = 64
+    """Of a text that it does not draft, so many rounds are kept at least, and twice as many at most."""
+    pending: dict[int, list[HiddenStates | torch.Tensor]]
+    """Per sequence: hidden states that the layers have not read, by round."""
     chooser: Chooser
     decoder: DraftDecoder
     attention: Attention
@@ -86,9 +88,25 @@ class LayerDrafter(FeatureDrafter[L]):
         """What the layers are given, [n, hidden size], of the target's hidden states [n, layers * hidden size]."""
         return hidden
 
-    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Keeps rows until the token after each of them is known and the layer has read them."""
-        self.pending.setdefault(sequence.id, []).append(rows.clone())
+    def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
+        """Keeps them until the token after each of them is known and the layer has read them. After long without
+        drafts it begins anew with the last ones."""
+        super().add_hidden(sequence, hidden)
+        parts = self.pending.setdefault(sequence.id, [])
+        parts.append(hidden)
+        if len(parts) > 2 * self.UNREAD:
+            kept, seen = parts[-self.UNREAD :], self.seen[sequence.id]
+            Drafter.release(self, sequence)
+            self.pending[sequence.id], self.seen[sequence.id] = kept, seen
+            self.skipped[sequence.id] = seen - sum(map(len, kept))
+
+    def _unread(self, sequence: RequestState) -> torch.Tensor:
+        """Takes its pending hidden states [tokens, layers * hidden size]."""
+        parts = [
+            part if isinstance(part, torch.Tensor) else part.joined(self.layers)
+            for part in self.pending.pop(sequence.id)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -134,7 +152,7 @@ class LayerDrafter(FeatureDrafter[L]):
         """Drops the features of tokens that it is not to read (``RequestState.reads``)."""
         unread = 0 if sequence.reads is None else self._end(sequence) - sequence.reads
         if unread > 0:
-            self.pending[sequence.id] = [torch.cat(self.pending[sequence.id])[unread:].clone()]
+            self.pending[sequence.id] = [self._unread(sequence)[unread:].clone()]
             self.skipped[sequence.id] += unread
 
     def _keep(self, sequence: RequestState) -> None:
@@ -197,8 +215,7 @@ class LayerDrafter(FeatureDrafter[L]):
             if not count:
                 continue
             sequence = sequences[index]
-            pending = self.pending.pop(sequence.id)
-            features = pending[0] if len(pending) == 1 else torch.cat(pending)
+            features = self._unread(sequence)
             rows.append(features[:count])
             if count == backlog:
                 ready.append(index)
@@ -210,9 +227,7 @@ class LayerDrafter(FeatureDrafter[L]):
         return spans, self.feature(torch.cat(rows)).contiguous(), ready
 
     def backlog(self, sequence: RequestState) -> int:
-        if self.ready(sequence):
-            return self._end(sequence) - self.attention.pool.length(sequence.id)
-        return 1  # after rounds at rest, it waits for the hidden states of one more token
+        return self._end(sequence) - self.attention.pool.length(sequence.id) if self.ready(sequence) else 0
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
