@@ -381,7 +381,7 @@ def learn(drafting, requests, drafts, budget):
     for number in range(requests):
         one = sequence(number)
         for made, kept in drafts:
-            drafting.count(one, budget, Draft.chain([0] * made), kept)
+            drafting.count(one, budget, Draft.chain([0] * made), [*range(kept)])
         drafting.release(one.id)
 
 
@@ -393,7 +393,7 @@ def rates(drafting, one, depth):
 
 @pytest.mark.usefixtures("steady")
 def test_acceptance_by_depth():
-    drafting = Drafting([0, 1, 2, 3], 0.6, 3.0, 24.0, 3.0)
+    drafting = Drafting(3, 0.6, 3.0, 24.0, 3.0)
     assert rates(drafting, sequence(0), 1) == pytest.approx([0.6], abs=0.01)
     learn(drafting, 500, [(1, 0), (1, 0), (3, 3), (0, 0)], 3)
     first, second, third = rates(drafting, sequence(0), 3)
@@ -407,10 +407,23 @@ def test_acceptance_by_depth():
 def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short():
     """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
     one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
-    drafting = Drafting([0, 1, 2, 3, 4], 0.6, 3.0, 24.0, 3.0)
+    drafting = Drafting(4, 0.6, 3.0, 24.0, 3.0)
     learn(drafting, 200, [(1, 0), (1, 0), (4, 4), (0, 0)], 4)
     for chance in drafting.expected(sequence(0)):
         assert chance == pytest.approx(0.25, rel=0.06)
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_token_beside_the_last_one_helps_only_drafts_that_may_be_longer():
+    """Of four drafts that may have two tokens, two end after one that is wrong, once with the right token beside it."""
+    drafting, one = Drafting(2, 0.6, 3.0, 24.0, 3.0), sequence(0)
+    short = Draft.tree([5, 6], [-1, -1])
+    for _ in range(200):
+        for draft, path in ((short, [1]), (short, []), (Draft.chain([5, 6]), [0]), (Draft.chain([5, 6]), [])):
+            drafting.count(one, 2, draft, path)
+    assert rates(drafting, one, 1) == pytest.approx([0.25], abs=0.03)
+    assert [drafting.early(1), drafting.early(2)] == pytest.approx([0.0, 0.5], abs=0.05)
+    assert drafting.beside == pytest.approx([1.0, 0.5], abs=0.05)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -429,14 +442,14 @@ def test_a_round_in_which_a_drafter_only_read_teaches_nothing_of_its_drafts(read
 
 
 def test_a_sequence_moves_what_is_expected_of_its_method():
-    drafting, one, other = Drafting([0, 1, 2], 0.5, 3.0, 24.0, 3.0), sequence(0), sequence(1)
+    drafting, one, other = Drafting(2, 0.5, 3.0, 24.0, 3.0), sequence(0), sequence(1)
     assert rates(drafting, one, 2) == pytest.approx([0.5, 0.5], abs=0.04)
     for _ in range(40):
-        drafting.count(one, 2, Draft.chain([0, 0]), 2)
+        drafting.count(one, 2, Draft.chain([0, 0]), [0, 1])
     assert min(rates(drafting, one, 2)) > 0.75
     assert rates(drafting, one, 1) > rates(drafting, other, 1)
     for _ in range(80):
-        drafting.count(one, 2, Draft.chain([0, 0]), 0)
+        drafting.count(one, 2, Draft.chain([0, 0]), [])
     assert rates(drafting, one, 1)[0] < 0.3
     assert rates(drafting, one, 1) < rates(drafting, other, 1)
     for _ in range(2000):  # tokens without drafts
@@ -448,7 +461,7 @@ def test_a_sequence_moves_what_is_expected_of_its_method():
 
 
 def test_answers_without_drafts_bring_back_what_was_expected_at_first():
-    drafting, one = Drafting([0, 1, 2], 0.7, 8.0, 24.0, 3.0), sequence(0)
+    drafting, one = Drafting(2, 0.7, 8.0, 24.0, 3.0), sequence(0)
     first = drafting.expected(one)
     learn(drafting, 4, [(2, 0)] * 20, 2)
     assert drafting.expected(one)[0] < 0.2

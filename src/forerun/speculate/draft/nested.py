@@ -202,7 +202,8 @@ class Cascade(CompositeDrafter[CascadeConfig]):
             and not last.has_evidence
             and not isinstance(last, CompositeDrafter)
         ):
-            return Parts(tuple(drafter.name for drafter in first), last.name)
+            deepest = last.config.num_speculative_tokens
+            return Parts(tuple(drafter.name for drafter in first), last.name, deepest)
         return super().parts()
 
     @classmethod

@@ -54,19 +54,20 @@ class Drafting:
     AGE = 0.2
     """How much is forgotten with each request for which nothing was drafted."""
     LENGTHS = 0.05
-    """Weight of a draft in ``exists``."""
+    """Weight of a draft in ``exists`` and ``beside``."""
 
     WINDOWS = (64, 128, 256)
     """A drafter may begin with this many last tokens, if its backlog is at least twice as long."""
 
-    def __init__(self, nodes: Sequence[int], rate: float, weight: float, loss: float, variance: float) -> None:
+    def __init__(self, depth: int, rate: float, weight: float, loss: float, variance: float) -> None:
         """
         Args:
+            depth: the greatest.
             rate: the acceptance rate before anything was tried, which weighs as much as ``weight`` tokens.
             loss: one that began with the last n tokens keeps n / (n + loss) of its first rate.
             variance: of a window's log odds.
         """
-        self.depth, self.nodes, first = len(nodes) - 1, nodes, _log_odds(rate)
+        self.depth, first = depth, _log_odds(rate)
         self.prior = [(first, 1.0 / (weight * rate * (1.0 - rate))), *[(first, self.DEEPER)] * (self.depth - 1)]
         self.depths = [[*each] for each in self.prior]
         self.begun = {n: [_log_odds(rate * n / (n + loss)) - first, variance] for n in self.WINDOWS}
@@ -75,6 +76,12 @@ class Drafting:
 
         self.exists = [1.0] * self.depth
         """By depth, the chance that a draft that may be so long is."""
+        self.beside = [0.0, 0.0]
+        """Of drafts that end early: tokens that are verified beside the last one, and how many of them are accepted."""
+
+    def early(self, depth: int) -> float:
+        """The chance that a draft of at most ``depth`` tokens ends early."""
+        return self.exists[0] - self.exists[depth - 1]
 
     def expected(self, sequence: RequestState) -> list[float]:
         """By depth, the chance that all tokens of the sequence's next draft up to there are accepted."""
@@ -83,8 +90,14 @@ class Drafting:
             offset += self.begun[sequence.reads][0]
         return list(accumulate([1.0 / (1.0 + exp(-odds - offset)) for odds, _ in self.depths], mul))
 
-    def count(self, sequence: RequestState, budget: int, draft: Draft, matched: int) -> None:
-        """Learns from a draft of at most ``budget`` tokens."""
+    def count(self, sequence: RequestState, budget: int, draft: Draft, path: Sequence[int]) -> None:
+        """Learns from a draft of at most ``budget`` tokens, of which the nodes of ``path`` were accepted."""
+        matched = len(path)
+        if 0 < draft.depth < budget:
+            beside = len(draft) - draft.depth
+            kept = beside > 0 and path[-1:] == [len(draft) - 1]
+            matched -= kept  # else a draft of one token, which has none beside it, would seem as good
+            self.beside = [mean + self.LENGTHS * (x - mean) for mean, x in zip(self.beside, (beside, kept))]
         others = [self.own.setdefault(sequence.id, [0.0, self.OWN])]
         if sequence.reads is not None:
             others.append(self.begun[sequence.reads])
@@ -110,15 +123,16 @@ class Drafting:
                 depth[:] = depth[0] + self.AGE * (mean - depth[0]), depth[1] + self.AGE * (most - depth[1])
 
     def state(self) -> Any:
-        return self.depths, self.exists
+        return self.depths, self.exists, self.beside
 
     def restore(self, state: Any) -> None:
         """Raises TypeError or ValueError for the state of other depths. It is less certain than what is learnt now."""
-        depths, exists = state
+        depths, exists, (rows, kept) = state
         self.depths = [[float(mean), max(0.2, float(v))] for (mean, v), _ in zip(depths, self.depths, strict=True)]
         if not all(abs(mean) < 100.0 and variance < 100.0 for mean, variance in self.depths):
             raise ValueError("no log odds")
         self.exists = [float(rate) for rate, _ in zip(exists, self.exists, strict=True)]
+        self.beside = [float(rows), float(kept)]
 
 
 def _update(parts: Sequence[list[float]], kept: bool) -> float:

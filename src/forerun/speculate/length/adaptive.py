@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from forerun.core.request import Requests, RequestState
-from forerun.core.tree import Draft, Drafts, Verdicts
+from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.speculate.length.acceptance import AnswerLengths, Drafting, Lookups
 from forerun.speculate.length.base import LengthPolicy, Parts, Seconds, Setting, policies
 from forerun.speculate.length.prices import Prices, PriceTable
@@ -240,7 +240,7 @@ class Adaptive(LengthPolicy):
         self._chances_now.clear()
         for sequence, draft, verdict, budget in zip(sequences, drafts, verdicts, self._budgets):
             if budget or draft.shadow:
-                self._learn(sequence, draft, verdict.matched, verdict.tokens)
+                self._learn(sequence, draft, verdict)
             if not budget and sequence.drafter is not None:
                 self._drafting(sequence).forget(sequence.id)
         table = self._table
@@ -279,8 +279,8 @@ class Adaptive(LengthPolicy):
         steps = self.parts(sequence).steps
         return bool(steps and len(draft) and draft.method in (steps, sequence.drafter))
 
-    def _learn(self, sequence: RequestState, draft: Draft, matched: int, tokens: Sequence[int]) -> None:
-        steps = self.parts(sequence).steps
+    def _learn(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> None:
+        steps, matched, tokens = self.parts(sequence).steps, verdict.matched, verdict.tokens
         if draft.shadow is not None:
             method, depth, token, evidence = draft.shadow
             if matched >= depth and len(tokens) > depth:
@@ -292,7 +292,7 @@ class Adaptive(LengthPolicy):
         elif steps is not None and (budget := (sequence.depths or {}).get(steps)):
             if not len(draft) and self.setting.backlog(sequence) < self._behind.get(sequence.id, 0):
                 return  # it read, and may draft in a later round
-            self._drafting(sequence).count(sequence, budget, draft, matched)
+            self._drafting(sequence).count(sequence, budget, draft, verdict.path)
 
     def longest_nodes(self, sequence: RequestState) -> int:
         """At most the plan's budget, so that no rows and pages are reserved in vain."""
@@ -332,7 +332,9 @@ class Adaptive(LengthPolicy):
     def _learnt(self, method: str, samples: bool) -> Drafting:
         if (method, samples) not in self.drafting:
             prior = self.MODEL if method in self.setting.models else self.HEAD
-            self.drafting[method, samples] = Drafting(self.setting.nodes[method], *prior)
+            parts = self.setting.parts.get(method)
+            deepest = len(self.setting.nodes[method]) - 1 if parts is None or parts.deepest is None else parts.deepest
+            self.drafting[method, samples] = Drafting(deepest, *prior)
         return self.drafting[method, samples]
 
     def _chances(self, sequence: RequestState) -> list[float]:
@@ -346,7 +348,10 @@ class Adaptive(LengthPolicy):
 
     def _make_plan(self, sequences: Requests, longest: list[int], table: PriceTable) -> Plan:
         self._chances_now.clear()
-        stepping = [cap if self.parts(s).steps is not None else 0 for s, cap in zip(sequences, longest)]
+        stepping = [
+            min(cap, self._drafting(s).depth) if cap and self.parts(s).steps is not None else 0
+            for s, cap in zip(sequences, longest)
+        ]
         self._choose_reads(sequences, stepping, table)
         best = self._best_plan(sequences, stepping, table)
         plain = len(sequences) / self.prices.verify(table, len(sequences), len(sequences))
@@ -384,7 +389,12 @@ class Adaptive(LengthPolicy):
 
     def _expected_tokens(self, sequences: Requests, depths: Mapping[int, int]) -> float:
         """Expected tokens of a round."""
-        return len(sequences) + sum([sum(self._chances(s)[: depths[s.id]]) for s in sequences if s.id in depths])
+        tokens = float(len(sequences))
+        for sequence in sequences:
+            if depth := depths.get(sequence.id):
+                drafting = self._drafting(sequence)
+                tokens += sum(self._chances(sequence)[:depth]) + drafting.early(depth) * drafting.beside[1]
+        return tokens
 
     def _speedup(self, sequences: Requests, depths: Mapping[int, int], table: PriceTable, copies: int = 1) -> float:
         """Expected tokens per second over those of plain decoding, for ``copies`` of these sequences."""
@@ -393,8 +403,11 @@ class Adaptive(LengthPolicy):
         for sequence in sequences:
             method, depth = sequence.drafter or "", depths.get(sequence.id, 0)
             if depth:
-                exists, nodes = self._drafting(sequence).exists[:depth], self.setting.nodes[method]
-                rows += sum([chance * (after - here) for chance, here, after in zip(exists, nodes, nodes[1:])])
+                drafting, nodes = self._drafting(sequence), self.setting.nodes[method]
+                exists = drafting.exists[:depth]
+                rows += drafting.early(depth) * drafting.beside[0] + sum(
+                    [chance * (after - here) for chance, here, after in zip(exists, nodes, nodes[1:])]
+                )
                 deepest[method] = max(deepest.get(method, 0.0), sum(exists))
         plain = self.prices.verify(table, copies * count, copies * count)
         seconds = self.prices.verify(table, copies * (count + rows), copies * count)

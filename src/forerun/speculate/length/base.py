@@ -16,10 +16,11 @@ from forerun.speculate.names import policies as policies
 
 class Parts(NamedTuple):
     """What a drafter is made of: methods that look up, which are asked first and cost next to nothing, and the method
-    that pays for each token."""
+    that pays for each token, with its greatest depth (None: the drafter's)."""
 
     lookups: tuple[str, ...]
     steps: str | None
+    deepest: int | None = None
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,10 @@ class Curve:
     def __call__(self, count: float) -> float:
         if self.multiple > 1:
             count = ceil(count / self.multiple) * self.multiple
-        counts, points = list(self.points), self.points
+        points = self.points
         if count in points:
             return points[int(count)]
+        counts = list(points)
         if count < counts[0] or len(counts) == 1:
             return points[counts[0]]
         right = min(bisect_left(counts, count), len(counts) - 1)
@@ -99,7 +100,9 @@ class PriceTable:
 
     def rows_bias(self, count: int) -> float:
         """That of the nearest number of rows that was compared."""
-        return self.bias[min(self.bias, key=lambda known: abs(known - count))] if self.bias else 0.0
+        bias = self.bias
+        known = count if count in bias else min(bias, key=lambda known: abs(known - count), default=count)
+        return bias.get(known, 0.0)
 
     def state(self) -> dict[str, Any]:
         points = self.verify.points  # of plain rounds first; the others are kept as comparisons have corrected them
