@@ -391,8 +391,11 @@ class Engine:
             self.policy.prepare()
 
     def _expect(self) -> None:
-        """Tells the length policy of a larger batch than any before."""
-        count = min(self.config.max_num_seqs, len(self.scheduler.running) + len(self.scheduler.waiting))
+        """Tells the length policy of a larger batch than any before, while there are pages for made-up requests."""
+        waiting = self.scheduler.waiting
+        if not waiting or not any(each.drafter is not None and each.remaining > 1 for each in waiting):
+            return
+        count = min(self.config.max_num_seqs, len(self.scheduler.running) + len(waiting))
         if count > self._largest:
             self._largest = count
             with kernels.on_threads(_threads(self), alone=self._compiled):

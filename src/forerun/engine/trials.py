@@ -103,7 +103,7 @@ class MadeUp:
         return self.context >= LEAST and pool.states is None and pages <= pool.num_free and self._begin(None)
 
     def _begin(self, method: str | None) -> bool:
-        """Makes new requests of a drafter and reads their prompts; False if there are no pages for them."""
+        """Makes new requests of a drafter and reads their prompts; False if there are no pages, or logits are NaN."""
         self.free()
         pool = self.engine.target.attention.pool
         ids = range(self.engine.model.info.vocab_size)
@@ -122,7 +122,7 @@ class MadeUp:
             sequence.drafter, sequence.scheduled = method, self.length
             sequence.worth, sequence.whole_drafts = (lambda draft: 0), True
         self._round(0, 1)
-        return True
+        return all(sequence.num_output for sequence in self.sequences)
 
     def _round(self, depth: int, rows: int) -> Timed:
         """``depth`` 0 only looks up, if ``rows`` are more than 1."""

@@ -275,10 +275,13 @@ def test_alpha_is_the_mean_overlap_of_p_and_q(llm, tiny_target, tiny_draft):
     assert out.metrics.tested == len(values)
 
 
-def test_a_full_batch_has_measured_prices(tiny_target):
-    """Beside eight requests there is no room for others, so prices are measured before they are admitted."""
-    with LLM(tiny_target, speculative_config={"method": "suffix", "length": "adaptive"}, max_num_seqs=8) as model:
-        model.generate([[3, 4, 5, 3, 4]] * 8, params())
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_full_batch_has_measured_prices(tiny_target, count):
+    """Beside its requests there is no room for others, so prices are measured before they are admitted."""
+    with LLM(tiny_target, speculative_config={"method": "suffix", "length": "adaptive"}, max_num_seqs=count) as model:
+        model.generate([3, 4, 5, 3, 4], params(), speculate=False, use_tqdm=False)
+        assert not model.engine.policy.prices.tables
+        model.generate([[3, 4, 5, 3, 4]] * count, params())
         (table,) = model.engine.policy.prices.tables.values()
         assert not table.unchecked
         assert len(table.verify.points) > 2

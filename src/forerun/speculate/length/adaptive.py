@@ -123,7 +123,7 @@ class Adaptive(LengthPolicy):
             self.prices.at(1)
 
     def expect(self, count: int) -> None:
-        if count >= self.prices.BATCH:
+        if self.setting.nodes:
             self.prices.at(count)
 
     def parts(self, sequence: RequestState) -> Parts:
