@@ -185,9 +185,10 @@ class Output:
 
 class HiddenStates:
     """Hidden states of one sequence's ``rows`` of a forward. They are selected when they are asked for: most drafters
-    that do not draft now drop them unread."""
+    that do not draft now drop them unread. Until then all rows of the forward stay in memory."""
 
     __slots__ = ("hidden", "rows")
+    FEW = 64
 
     def __init__(self, hidden: dict[int, torch.Tensor], rows: range | list[int]) -> None:
         self.hidden, self.rows = hidden, rows
@@ -199,6 +200,11 @@ class HiddenStates:
         """[rows, hidden size]."""
         rows = self.rows
         return self.hidden[layer][slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+
+    def to_keep(self, layers: Sequence[int]) -> HiddenStates | torch.Tensor:
+        """These, or what ``joined`` returns if the forward had many other rows, such as those of a prompt."""
+        rows = len(self.hidden[layers[0]])
+        return self if rows <= max(self.FEW, 2 * len(self)) else self.joined(layers).clone()
 
     def joined(self, layers: Sequence[int]) -> torch.Tensor:
         """[rows, layers * hidden size]."""

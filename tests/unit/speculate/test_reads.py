@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from forerun import LLM, SamplingParams
+from forerun.core.batch import HiddenStates
+from forerun.core.request import RequestState
 from forerun.speculate.draft import drafters
 from forerun.speculate.length.base import Fixed
 from simulated import Machine, play
@@ -186,3 +189,15 @@ def test_a_head_tells_what_it_must_read_and_may_wait(headed, tokens, ending):
         assert not drafter.seen
         turns.append([*turns[-1], *plain.outputs[0].token_ids, 7, 8, 9, 10])
     engine.check()
+
+
+def test_a_head_keeps_its_own_rows_alone_of_a_round_that_read_a_long_prompt(headed):
+    (drafter,), one = headed.engine.router.drafters.values(), RequestState(9, [1] * 9, 9, SamplingParams(), 0)
+    hidden = {layer: torch.randn(500, 8) for layer in drafter.layers}
+    for count in (500, 60):  # the second is a round of few rows
+        drafter.add_hidden(one, HiddenStates({layer: rows[:count] for layer, rows in hidden.items()}, range(7, 9)))
+    kept, few = drafter.pending.pop(one.id)
+    expected = torch.cat([rows[7:9] for rows in hidden.values()], dim=1)
+    assert torch.equal(kept, expected)
+    assert kept.untyped_storage().nbytes() == expected.nbytes
+    assert torch.equal(few.joined(drafter.layers), expected)

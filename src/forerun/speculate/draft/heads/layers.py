@@ -93,7 +93,7 @@ class LayerDrafter(FeatureDrafter[L]):
         drafts it begins anew with the last ones."""
         super().add_hidden(sequence, hidden)
         parts = self.pending.setdefault(sequence.id, [])
-        parts.append(hidden)
+        parts.append(hidden.to_keep(self.layers))
         if len(parts) > 2 * self.UNREAD:
             kept, seen = parts[-self.UNREAD :], self.seen[sequence.id]
             Drafter.release(self, sequence)
