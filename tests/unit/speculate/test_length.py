@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from math import exp
+from math import exp, log
 
 import pytest
 
@@ -426,6 +426,16 @@ def test_a_token_beside_the_last_one_helps_only_drafts_that_may_be_longer():
     assert drafting.beside == pytest.approx([1.0, 0.5], abs=0.05)
 
 
+def test_short_answers_of_earlier_processes_do_not_end_drafts_for_good():
+    """Each of them drafts once, in vain."""
+    drafting = Drafting(3, 0.7, 8.0, 24.0, 3.0)
+    for _ in range(20):
+        learn(drafting, 1, [(3, 0)], 3)
+        state, drafting = drafting.state(), Drafting(3, 0.7, 8.0, 24.0, 3.0)
+        drafting.restore(state)
+    assert rates(drafting, sequence(0), 1)[0] > 0.6
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_round_in_which_a_drafter_only_read_teaches_nothing_of_its_drafts(reads):
     """Of five rounds three had no draft: it read a long prompt, or found nothing to draft. All drafts are accepted."""
@@ -480,13 +490,15 @@ def test_what_an_earlier_build_has_kept_is_ignored():
     state = json.loads(json.dumps(policy.state()))
     same = unhurried(1)
     same.restore(state)
-    assert same._chances(sequence(1)) == pytest.approx(policy._chances(sequence(1)), abs=0.02)
-    assert same._chances(sequence(1))[0] > unhurried(1)._chances(sequence(1))[0] + 0.1
+    chances = [each._chances(sequence(1))[0] for each in (unhurried(1), same, policy)]
+    first, kept, learnt = [log(chance / (1.0 - chance)) for chance in chances]
+    assert kept == pytest.approx(0.5 * (first + learnt), abs=0.02)
+    assert learnt > first + 1.0
     assert same.state() is not None
     without = [{key: value for key, value in state.items() if key != gone} for gone in state]
     price = json.loads(json.dumps(state["prices"]))
     del price[0][2]["attention"]
-    deeper = [["m", False, [[[0.0, 1.0]] * 9, [1.0] * 9]]]
+    deeper = [["m", False, [[[0.0, 1.0]] * 9, [1.0] * 9, [0.0, 0.0]]]]
     for other in (*without, {**state, "prices": price}, {**state, "drafting": deeper}, [], None):
         fresh = unhurried(1)
         fresh.restore(other)

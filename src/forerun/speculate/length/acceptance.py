@@ -126,13 +126,15 @@ class Drafting:
         return self.depths, self.exists, self.beside
 
     def restore(self, state: Any) -> None:
-        """Raises TypeError or ValueError for the state of other depths. It is less certain than what is learnt now."""
-        depths, exists, (rows, kept) = state
-        self.depths = [[float(mean), max(0.2, float(v))] for (mean, v), _ in zip(depths, self.depths, strict=True)]
+        """Raises TypeError or ValueError for the state of other depths. It counts half: earlier processes may have
+        drafted the first tokens of short answers alone, which are harder, and would not try others any more."""
+        depths, exists, (rows, accepted) = state
+        kept = zip(depths, self.prior, strict=True)
+        self.depths = [[0.5 * (float(mean) + prior), max(0.2, float(v))] for (mean, v), (prior, _) in kept]
         if not all(abs(mean) < 100.0 and variance < 100.0 for mean, variance in self.depths):
             raise ValueError("no log odds")
         self.exists = [float(rate) for rate, _ in zip(exists, self.exists, strict=True)]
-        self.beside = [float(rows), float(kept)]
+        self.beside = [float(rows), float(accepted)]
 
 
 def _update(parts: Sequence[list[float]], kept: bool) -> float:
