@@ -130,7 +130,8 @@ def acceptance_rate(p: Distribution, q: Distribution) -> torch.Tensor:
 def d_lk(p: Distribution, q: Distribution) -> torch.Tensor:
     """The divergence D_LK: ``sum_x |p(x) - (p(x) + q(x)) / 2|``, in [0, 1]; it is the total variation distance.
 
-    [L] definition 3.2; ``1 - d_lk == acceptance_rate`` (lemma 3.3), symmetric; 0 iff p = q, 1 iff disjoint (cor. 3.4).
+    [L] definition 3.2; ``1 - d_lk == acceptance_rate`` (lemma 3.3), symmetric, 0 iff p = q, 1 iff the supports are
+    disjoint (corollary 3.4).
     """
     target, draft = as_pair(p, q)
     return (target - (target + draft) / 2).abs().sum(-1).clamp(max=1.0)
@@ -149,8 +150,9 @@ def lenient_acceptance_rate(p: Distribution, q: Distribution, lenience: float) -
 def lenient_token_distribution(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
     """What a lenient step emits: ``min(p/l, q) + (1 - alpha_l) * norm(max(0, p - q))``, of the pair's full shape.
 
-    [L] algorithm 1 with q times l in the comparison only (A.5); the residual stays the lossless one, which keeps the
-    bound ``p(x) / l`` and has the least distance from p: total variation ``alpha_l - alpha_1`` exactly; l = 1 gives p.
+    [L] algorithm 1 with q multiplied by l in the comparison only (A.5); the residual stays the lossless one, which
+    keeps the bound ``p(x) / l`` and gives the least distance from p: total variation ``alpha_l - alpha_1`` exactly.
+    l = 1 gives p.
     """
     ratio = as_number("lenience", lenience, 0, 1, above=True)
     target, draft = as_pair(p, q)
@@ -220,7 +222,8 @@ def expected_experts(
     """Mean number of a layer's ``count`` experts that a forward of ``rows`` rows reads; each row chooses ``chosen``.
 
     The rows belong to ``sequences`` texts of equal length. ``again`` is the fraction of a row's experts that another
-    row of its text chooses, ``common`` the same for another text's row. None: independent choices, p = chosen / count.
+    row of its text chooses, too; ``common`` is the same for a row of another text. None, of either, means independent
+    choices: p = chosen / count.
 
     Independent rows read ``count (1 - (1 - p)^rows)`` experts: Huang et al., "MoESD" (arXiv 2505.19645). But a text
     prefers some experts. Let each expert's probability in a text have a beta distribution of mean p, by which two rows

@@ -65,8 +65,9 @@ class Turns:
 class AsyncEngine(EngineClient):
     """Asyncio in front of an ``Engine``.
 
-    A request whose reader leaves ``max_backlog`` rounds unread is suspended until half are read. Short rounds come
-    together, up to ``max_delay`` seconds: waking a reader may cost a tenth of one. First and last tokens never wait.
+    A request whose reader leaves ``max_backlog`` rounds unread is suspended until half of them are read. Short rounds
+    are delivered together, up to ``max_delay`` seconds of them, because waking a reader may cost a tenth of a round.
+    First and last tokens never wait.
 
     Args:
         engine: what to run; nobody else may use it while requests of this one run.
@@ -134,7 +135,8 @@ class AsyncEngine(EngineClient):
         await stream.admitted
 
     def close(self) -> None:
-        """Aborts everything, ends the thread, lets drafters save what they learnt. Who still waits gets ClosedError."""
+        """Aborts everything, ends the thread, and lets drafters save what they have learnt. Whoever still waits for a
+        request gets ClosedError."""
         self.draining = True
         for stream in list(self.streams):
             self.forget(stream)
@@ -225,7 +227,8 @@ class AsyncEngine(EngineClient):
                 continue
             logprobs = job.logprobs[-len(tokens) :] if job.logprobs and tokens else []
             trace = job.trace[-1] if job.trace and tokens else None
-            outbox.deltas.setdefault(stream, []).append(Delta(job.index, tokens, logprobs, trace, update.finish, now))
+            delta = Delta(job.index, tokens, logprobs, trace, update.finish, now)
+            outbox.deltas.setdefault(stream, []).append(delta)
             stream.produced += 1
             urgent = urgent or update.finish is not None or job.sequence.num_output == len(tokens)
             if update.finish is not None:

@@ -169,7 +169,8 @@ class LLM:
         return ending(params, prompt.get("stop_at"), before, self.infill.ends if HOLE & set(prompt) else ())
 
     def choices(self, prompt: Prompt) -> dict[str, Any]:
-        """Token ids of a prompt's ``decoder_prompt`` and ``prediction``, if any; texts get no special tokens."""
+        """The token ids of a prompt's ``decoder_prompt`` and ``prediction``, if it has them; texts are encoded without
+        special tokens."""
         given = dict(prompt) if isinstance(prompt, Mapping) else {}
         result: dict[str, Any] = {}
         for name in given.keys() & {"decoder_prompt", "prediction"}:
@@ -353,7 +354,8 @@ class LLM:
         speculate: bool = True,
         **template: Any,
     ) -> Iterator[StreamPiece]:
-        """Yields a conversation's answer as ``stream`` does. ``template``: ``chat``'s arguments, such as ``tools``."""
+        """Yields the answer to a conversation, as ``stream`` does. ``template``: arguments of ``chat`` that make the
+        prompt, such as ``tools``."""
         return self.stream(self.chat_prompt(messages, **template), sampling_params, speculate=speculate)
 
     def __repr__(self) -> str:
@@ -372,7 +374,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Lets drafters save what they learnt (``adapt``), frees model and caches. Nothing can be generated after."""
+        """Lets drafters save what they have learnt (``adapt``), and frees the model and its caches. Nothing can be
+        generated afterwards."""
         with self._exclusive():
             if self._engine is not None:
                 self._engine.close()

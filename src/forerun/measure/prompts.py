@@ -112,7 +112,8 @@ def _words(source: random.Random) -> list[str]:
 
 
 def repetition_rate(texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> float | None:
-    """Share of tokens from ``starts`` on that end a repeated 4-gram of a text. High ones flatter history drafters."""
+    """Fraction of the tokens from ``starts`` on that end a 4-gram which occurred before in the same text. A high rate
+    flatters history drafters."""
     repeated, count = 0, 0
     for text, start in zip(texts, starts or [0] * len(texts)):
         seen: set[tuple[int, ...]] = set()

@@ -175,11 +175,12 @@ class Reply(ABC):
         return [None if item is None else self._listed(item) for item in stream.jobs[0].prompt_logprobs or ()]
 
     def _listed(self, item: TokenLogprobs) -> dict[int, answers.PromptLogprob]:
+        ranked = item.with_top(self.of_prompt or 0).ranked()
         return {
             token: answers.PromptLogprob(
                 logprob=finite(value), rank=rank, decoded_token=self.text.token_text(token)[0]
             )
-            for token, (value, rank) in item.with_top(self.of_prompt or 0).ranked().items()
+            for token, (value, rank) in ranked.items()
         }  # fmt: skip
 
     async def collect(self) -> answers.Answer:
@@ -201,7 +202,8 @@ class Reply(ABC):
         )
 
     async def events(self) -> AsyncIterator[tuple[str, bool]]:
-        """Yields server-sent events, all that are there each time, and if they are the last. A failure is one, too."""
+        """Yields the answer as server-sent events, each time all that are there, and whether they are the last. A
+        failure is an event, too."""
         last = ""
         try:
             for event in self._opening_events():

@@ -65,7 +65,8 @@ def step(
 
 
 def finished(beams: Beams, live: Sequence[Continuation], length: int) -> bool:
-    """Whether the search is over: no beam of ``length`` tokens is live, or ``early_stopping`` has enough finished."""
+    """Whether the search is over: no beam of ``length`` tokens is live, or enough have finished for
+    ``early_stopping``."""
     if not live:
         return True
     if len(beams.finished) < beams.width:
@@ -176,7 +177,8 @@ def _replay(
 ) -> list[tuple[LiveBeam, int]]:
     """Takes plain steps up to the first that leaves the drafts.
 
-    Returns each live beam's place in the drafts, new log-probability and next token; nothing if the search is over.
+    Returns, for each beam that goes on, where in the drafts it stands, with its new log-probability, and the token that
+    follows; nothing if the search is over.
     """
     beams.steps = 0
     live = [LiveBeam(member, -1, logprob) for member, logprob in zip(members, beams.logprobs or [0.0])]

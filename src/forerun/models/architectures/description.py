@@ -91,7 +91,8 @@ class Attention:
     sinks: Name | None = None
     """Attention sinks: a score per head that takes part in the softmax and has no value."""
     gated: bool = False
-    """Query projections have twice the outputs: a head's queries, then its gate, whose sigmoid scales its output."""
+    """The query projection has twice as many outputs: each head's queries, then its gate. The gate's sigmoid multiplies
+    the head's output."""
     partial_rotary: bool = False
     """``partial_rotary_factor`` may be below 1."""
     interleaved: bool = False
@@ -101,8 +102,9 @@ class Attention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). ``kv_a`` makes a row's latent, from
-    which every head makes keys and values, and one rotated key for all heads. Queries come from the row or, where the
-    config has a ``q_lora_rank``, their own latent. Checkpoints hold all heads' ``k_b`` and ``v_b`` as ``kv_b``."""
+    which every head makes keys and values, and one rotated key for all heads. Queries come from the row, or from a
+    latent of their own where the config has a ``q_lora_rank``. Checkpoints hold ``k_b`` and ``v_b`` of all heads as one
+    ``kv_b``."""
 
     q: Name = Name("self_attn.q_proj", "attn_q")
     q_a: Name = Name("self_attn.q_a_proj", "attn_q_a")
@@ -306,7 +308,8 @@ Mixer = ShortConvSpec | Recurrence
 @dataclass(frozen=True, slots=True)
 class Multiplier:
     """Numbers of the config that multiply a projection's inputs or outputs; GGUF files have them in the weights
-    already. ``outputs``: one number, entry ``index`` of a list, or a list for gate, x, B, C and time step of Mamba."""
+    already. ``outputs``: one number, entry ``index`` of a list, or a list of numbers for gate, x, B, C and time step of
+    Mamba."""
 
     name: Name
     inputs: str | None = None
@@ -325,7 +328,8 @@ class Architecture:
     gguf: str
     """``general.architecture`` in GGUF files."""
     gguf_interleaved: bool = False
-    """GGUF files have rotated pairs of query and key rows side by side, checkpoints half a head apart."""
+    """GGUF files have rotated pairs of query and key rows side by side, where checkpoints have them half a head
+    apart."""
     embedding: Name = Name("model.embed_tokens", "token_embd")
     norm: Name = Name("model.norm", "output_norm")
     head: Name = Name("lm_head", "output")

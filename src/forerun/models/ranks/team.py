@@ -72,7 +72,8 @@ class Team:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run layers here alone, as if ranks had equal shards: results are wrong, but show which calls' bits agree."""
+        """Run layers on this rank alone, as if the others had the same shards. Results are meaningless, but show which
+        calls agree in their bits."""
         self._apart = True
         try:
             yield

@@ -62,7 +62,8 @@ def read_vocabulary(path_or_id: str | Path) -> dict[str, int]:
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """A text's token ids, by the tokenizer's ``options``. Raises RequestError for lone surrogates, and if it fails."""
+    """A text's token ids. ``options`` are the tokenizer's. Raises RequestError for lone surrogates, and for a text that
+    the tokenizer fails on."""
     check_text(text)
     with library("the tokenizer fails on this text", RequestError):
         return list(tokenizer.encode(text, **options))

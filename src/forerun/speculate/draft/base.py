@@ -147,7 +147,8 @@ class DraftContext:
     memory: Memory | None = None
     """Answers of earlier processes."""
     stream: int = 0
-    """This drafter's index among those of one tree: selects independent noise, as rules that compare p and q need."""
+    """Index of this drafter among those that draft one tree. It selects independent noise, which rules that compare p
+    and q need."""
 
     def require_decoder(self, method: str) -> None:
         """Raises ConfigError if the target is an encoder-decoder, for drafters that use a decoder's layers."""
@@ -170,8 +171,9 @@ C = TypeVar("C", bound=DrafterConfig)
 class Drafter(ABC, Generic[C]):
     """Proposes drafts for a batch of sequences. Source: Leviathan et al. 2023, algorithm 1, where it samples from q.
 
-    ``propose`` must first read the committed tokens it has not seen, which it counts itself. Prefill, full acceptance,
-    a round without a draft and preemption are then one case. A sequence with an empty draft decodes plainly.
+    ``propose`` must first read the committed tokens that it has not seen; a drafter counts those itself. Prefill,
+    full acceptance, a round without a draft and preemption are then one case. A sequence with an empty draft decodes
+    plainly.
     """
 
     name: ClassVar[str]
@@ -259,7 +261,8 @@ class Drafter(ABC, Generic[C]):
             drafter.close()
 
     def pools(self) -> list[Pool]:
-        """Its own KV pools, in the engine's memory budget. It must propose nothing for sequences that have no pages."""
+        """Its own KV pools, which share the engine's memory budget. If a pool has no pages left for a sequence, the
+        drafter must propose nothing for it."""
         return [pool for drafter in self.inner for pool in drafter.pools()]
 
     def models(self) -> list[Model]:

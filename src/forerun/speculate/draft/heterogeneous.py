@@ -149,7 +149,8 @@ class VocabularyReading:
         self._pending = b""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Reads the target's new ``tokens``: the first text whole, with the draft's tokenizer, later tokens singly."""
+        """Reads the target's ``tokens`` that are new: the first text as a whole, with the draft's own tokenizer, later
+        tokens one by one."""
         if not self.read:
             self._begin(tokens)
         for token in tokens[self.read :]:

@@ -23,7 +23,8 @@ TOLERANCE = 1e-2
 class Router:
     """Several drafters behind one ``propose``.
 
-    If a drafter raises, its sequences decode plainly from then on. ``failures`` has the logged reasons by sequence id.
+    If a drafter raises, its sequences decode plainly from then on. ``failures`` has the reason by sequence id, and the
+    error is logged.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter[Any]]) -> None:
