@@ -184,11 +184,12 @@ class Output:
 
 
 class HiddenStates:
-    """Hidden states of one sequence's ``rows`` of a forward. They are selected when they are asked for: most drafters
-    that do not draft now drop them unread. Until then all rows of the forward stay in memory."""
+    """Hidden states of one sequence's ``rows`` of a forward. A layer's rows are selected when they are asked for, since
+    many are never read. Until then all rows of the forward stay in memory."""
 
     __slots__ = ("hidden", "rows")
     FEW = 64
+    """Rows of a forward that may stay in memory for any one of them."""
 
     def __init__(self, hidden: dict[int, torch.Tensor], rows: range | list[int]) -> None:
         self.hidden, self.rows = hidden, rows

@@ -395,8 +395,8 @@ class Fused:
         order = [*layers, last, RAW] if asked else []
         for layer in asked:
             if layer in order:
-                some = layer == RAW and last not in batch.hidden
-                count = batch.num_logits if some else batch.num_rows
+                scored = layer == RAW and last not in batch.hidden  # only rows with logits
+                count = batch.num_logits if scored else batch.num_rows
                 hidden[layer] = part = torch.empty(count, self.hidden, dtype=self.dtype)
                 addresses[order.index(layer)] = part.data_ptr()
         return hidden, addresses

@@ -96,7 +96,7 @@ class Drafting:
         if 0 < draft.depth < budget:
             beside = len(draft) - draft.depth
             kept = beside > 0 and path[-1:] == [len(draft) - 1]
-            matched -= kept  # else a draft of one token, which has none beside it, would seem as good
+            matched -= kept  # a draft of at most one token has none beside it
             self.beside = [mean + self.LENGTHS * (x - mean) for mean, x in zip(self.beside, (beside, kept))]
         others = [self.own.setdefault(sequence.id, [0.0, self.OWN])]
         if sequence.reads is not None:
@@ -126,8 +126,8 @@ class Drafting:
         return self.depths, self.exists, self.beside
 
     def restore(self, state: Any) -> None:
-        """Raises TypeError or ValueError for the state of other depths. It counts half: earlier processes may have
-        drafted the first tokens of short answers alone, which are harder, and would not try others any more."""
+        """Raises TypeError or ValueError for the state of other depths. What was learnt counts half: it may come from
+        the first tokens of short answers alone, which are harder to draft, and would end drafts for good."""
         depths, exists, (rows, accepted) = state
         kept = zip(depths, self.prior, strict=True)
         self.depths = [[0.5 * (float(mean) + prior), max(0.2, float(v))] for (mean, v), (prior, _) in kept]

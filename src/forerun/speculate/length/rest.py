@@ -2,8 +2,8 @@
 
 Where drafts do not pay, the plan makes none. What is left is the work for them: texts are looked up, and plans are
 made. So the clock decides: rounds with this work are compared with plain ones that follow at once, and the host's part
-of it by itself. Hidden states are kept at rest, too: that takes a hundredth of a round, and a head that begins anew is
-wrong more often for 16 tokens.
+of it by itself. Hidden states are kept at rest, too: without them a head would begin anew, and be wrong more often for
+16 tokens.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class LayerDrafter(FeatureDrafter[L]):
         return hidden
 
     def add_hidden(self, sequence: RequestState, hidden: HiddenStates) -> None:
-        """Keeps them until the token after each of them is known and the layer has read them. After long without
-        drafts it begins anew with the last ones."""
+        """Keeps them until the token after each of them is known and the layers have read them. After many rounds
+        without drafts, the layers begin anew with the last ``UNREAD`` rounds."""
         super().add_hidden(sequence, hidden)
         parts = self.pending.setdefault(sequence.id, [])
         parts.append(hidden.to_keep(self.layers))
