@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,15 @@ def test_what_is_cached_is_not_behind(llm):
     assert max(policy.behind) <= 16 + 2
 
 
-PAIR = {"base": 40.9, "per_sequence": 0.0, "per_row": 3.4, "draft": 1.0, "per_level": 12.2, "per_draft_token": 0.0}
+USUAL = {"per_sequence": 0.0, "per_draft_token": 0.0, "multiple": 1}
+PAIR = {**USUAL, "base": 40.9, "per_row": 3.4, "draft": 1.0, "per_level": 12.2, "per_token_behind": 2.5}
 """A 1.5B target and its 0.5B draft on two cores, in milliseconds."""
-READING, PREFILL = 2.5, 3.8
-"""Milliseconds for each prompt token: the draft's, the target's."""
+
+
+def seconds(machine, prefill, rate, policy, streams=1, **given):
+    """Of three runs, with ``prefill`` milliseconds for each prompt token that the target reads."""
+    runs = [play(machine, policy, streams, lambda *_: rate, seed=seed, **given) for seed in range(3)]
+    return sum(run.work for run in runs) + 3 * given["requests"] * given["prompt"] * 1e-3 * prefill
 
 
 @pytest.mark.parametrize("prompt", [50, 300, 1500])
@@ -81,61 +87,39 @@ READING, PREFILL = 2.5, 3.8
 def test_whole_requests_are_not_slower(prompt, length):
     """Time to read the prompt included, from the first answer on; drafts as far as possible lose a third of a short
     answer to a long prompt."""
-    machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
-
-    def seconds(policy):
-        runs = [
-            play(machine, policy, 1, lambda *_: 0.87, depth=7, length=length, requests=8, prompt=prompt, seed=seed)
-            for seed in range(3)
-        ]
-        return sum(run.work for run in runs) + 3 * 8 * prompt * 1e-3 * PREFILL
-
-    plain = seconds(None)
-    assert plain / seconds("adaptive") > 0.97
-    if length == 128:
-        assert plain / seconds("adaptive") > (1.1 if prompt == 1500 else 1.3)
+    whole = partial(seconds, Machine(**PAIR), 3.8, 0.87, depth=7, length=length, requests=8, prompt=prompt)
+    speed = whole(None) / whole("adaptive")
+    assert speed > (0.97 if length < 128 else 1.1 if prompt == 1500 else 1.3)
     if prompt == 1500 and length == 8:
-        assert plain / seconds("fixed") < 0.7
+        assert whole(None) / whole("fixed") < 0.7
 
 
-HEAD = {"base": 8.6, "per_sequence": 0.0, "per_row": 0.6, "draft": 0.6, "per_level": 0.5, "per_draft_token": 0.0}
+HEAD = {**USUAL, "base": 8.6, "per_row": 0.6, "draft": 0.6, "per_level": 0.5, "per_token_behind": 0.18}
 """SmolLM2 and its bundled head on two cores, in milliseconds."""
-HEAD_READING, HEAD_PREFILL = 0.18, 1.8
 
 
 @pytest.mark.parametrize("prompt", [300, 1500])
 @pytest.mark.parametrize("length", [3, 8, 15, 128])
 def test_a_head_waits_where_reading_does_not_pay(prompt, length):
     """One that cannot begin with the last tokens: it reads a whole prompt or none of it."""
-    machine = Machine(**HEAD, per_token_behind=HEAD_READING, multiple=1)
-
-    def seconds(policy):
-        given = {"depth": 4, "length": 500, "requests": 12, "prompt": prompt, "ends": lambda request: length}
-        runs = [play(machine, policy, 1, lambda *_: 0.7, seed=seed, **given) for seed in range(3)]
-        return sum(run.work for run in runs) + 3 * 12 * prompt * 1e-3 * HEAD_PREFILL
-
-    assert seconds(None) / seconds("adaptive") > (0.97 if length < 128 else 1.04)
+    given = {"depth": 4, "length": 500, "requests": 12, "prompt": prompt, "ends": lambda request: length}
+    whole = partial(seconds, Machine(**HEAD), 1.8, 0.7, **given)
+    assert whole(None) / whole("adaptive") > (0.97 if length < 128 else 1.04)
 
 
 def test_a_draft_that_was_useless_once_is_read_again():
     """Nothing is accepted in the first three answers; in the last ones drafts are used, though prompts must be read."""
-    machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
-    result = play(
-        machine, "adaptive", 1, lambda request, _: 0.9 * (request > 2), depth=7, length=128, requests=16, prompt=300
-    )
+    given = {"depth": 7, "length": 128, "requests": 16, "prompt": 300}
+    result = play(Machine(**PAIR), "adaptive", 1, lambda request, _: 0.9 * (request > 2), **given)
     late = result.drafted[-200:]
     assert sum(nodes > 0 for nodes in late) > 100
 
 
 def test_a_batch_of_short_answers_does_not_pay_for_reading():
     """Drafts of one answer are twice as fast here, those of four at once hardly pay: rows cost what they compute."""
-    machine = Machine(**(PAIR | {"per_row": 5.0}), per_token_behind=READING, multiple=1)
-
-    def seconds(policy):
-        given = {"depth": 7, "length": 64, "requests": 16, "prompt": 120}
-        return sum(play(machine, policy, 4, lambda *_: 0.7, seed=seed, **given).work for seed in range(3))
-
-    assert seconds(None) / seconds("adaptive") > 0.98
+    machine, given = Machine(**(PAIR | {"per_row": 5.0})), {"depth": 7, "length": 64, "requests": 16, "prompt": 120}
+    whole = partial(seconds, machine, 0.0, 0.7, streams=4, **given)
+    assert whole(None) / whole("adaptive") > 0.98
 
 
 @pytest.fixture
