@@ -39,16 +39,17 @@ class _Filled(Router):
 
     rows, reached = 1, 0
 
-    def __init__(self, router: Router, draw: random.Random) -> None:
+    def __init__(self, router: Router, draw: random.Random, most: int) -> None:
         super().__init__(router.drafters)
-        self.draw = draw
+        self.draw, self.most = draw, most
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         # One that fails here is asked once, and again by a request, which says so.
         drafts = [Draft() for _ in sequences] if self.failures else super().propose(sequences, budgets)
         self.reached = max(draft.depth if len(draft) else 0 for draft in drafts)
         for sequence, draft in zip(sequences, drafts):
-            while sequence.decodes and len(draft) < self.rows - 1:
+            nodes = self.rows - 1 if draft.is_chain else min(self.rows - 1, self.most)  # states keep no larger trees
+            while sequence.decodes and len(draft) < nodes:
                 draft.add(self.draw.choice(sequence.tokens), len(draft) - 1)
         return drafts
 
@@ -82,7 +83,7 @@ class MadeUp:
     def __init__(self, engine: Engine, count: int, context: int = 0) -> None:
         self.engine, self.count = engine, count
         self.draw = random.Random(0)
-        self.router = _Filled(engine.router, self.draw)
+        self.router = _Filled(engine.router, self.draw, engine.max_nodes)
         self.budgets = _Budgets(Setting())
         self.params = SamplingParams(temperature=0.8, max_tokens=None)
         self.length = min(SHORT, engine.max_model_len // 2)

@@ -297,6 +297,12 @@ def test_deep_drafts_are_timed_though_the_drafter_is_unsure(tiny_target, tiny_dr
             assert [time_round("draft_model", depth, 5).depth for depth in (1, 2, 4)] == [1, 2, 4]
 
 
+def test_states_are_not_asked_to_go_back_further_than_a_draft(hybrid, tiny_draft):
+    way = {"method": "draft_model", "model": tiny_draft, "tree": [2, 2], "length": "adaptive"}
+    with LLM(hybrid("lfm2"), speculative_config=way) as model, trials(model.engine, 1) as (time_round, _):
+        assert [time_round("draft_model", 2, rows).rows for rows in (7, 13)] == [7, 7]
+
+
 def test_long_made_up_contexts_take_free_pages_only(folder):
     """Cached prefixes stay, and nothing is left behind."""
     config = folder / "config.json"
