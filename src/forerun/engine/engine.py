@@ -385,10 +385,10 @@ class Engine:
         return updates
 
     @inference
-    def prepare(self) -> None:
-        """Measures what drafts cost here, unless an earlier process has kept it. Else the first answer waits for it."""
+    def prepare(self, requests: int = 1) -> None:
+        """Measures what drafts of so many requests cost, unless it is known. Else the first answers wait for it."""
         with kernels.on_threads(_threads(self), alone=self._compiled):
-            self.policy.prepare()
+            self.policy.expect(requests)
 
     def _expect(self) -> None:
         """Tells the length policy of a larger batch than any before, while there are pages for made-up requests."""
@@ -398,8 +398,7 @@ class Engine:
         count = min(self.config.max_num_seqs, len(self.scheduler.running) + len(waiting))
         if count > self._largest:
             self._largest = count
-            with kernels.on_threads(_threads(self), alone=self._compiled):
-                self.policy.expect(count)
+            self.prepare(count)
 
     def _clip(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         if sequence.group is not None:  # the beam search ends its beams itself

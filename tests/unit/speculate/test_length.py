@@ -265,14 +265,6 @@ def test_prices_that_have_changed_are_corrected():
     assert not prices.state(), "the next engine measures anew"
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_prices_of_a_busy_minute_are_measured_again_by_the_next_process(busy):
-    given = {"trials": lambda sequences: timed(Machine(**XEON), 0), "busy": lambda: busy, "clock": lambda: 0.0}
-    prices = Prices({"m": [0, 1]}, **given)
-    prices.at(1)
-    assert bool(prices.state()) is not busy
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_guessed_and_kept_prices_are_soon_corrected(kept):
     prices = Prices({"m": [0, 1, 2]})
@@ -284,11 +276,29 @@ def test_guessed_and_kept_prices_are_soon_corrected(kept):
     for compared in range(prices.UNCHECKED):
         assert table.unchecked == prices.UNCHECKED - compared
         prices.observe(table, 1, 3, 1.3, 0, warm=False)
+        prices.observe_draft(table, "m", 2, 1, seconds=0.2)
         for _ in range(2):
             prices.observe(table, 1, 1, 1.0, 0, warm=True)
     assert (table.unchecked, prices.verify(table, 3, 1)) == (0, pytest.approx(1.3, rel=0.02))
     known = PriceTable.of(json.loads(json.dumps(table.state())))  # the next process begins with what was found
+    assert prices.draft(known, "m", 2) == pytest.approx(prices.draft(table, "m", 2)) == pytest.approx(0.16, rel=0.1)
     assert prices.verify(known, 17, 1) == pytest.approx(prices.verify(table, 17, 1)) != table.verify(17)
+
+
+@pytest.mark.parametrize(("rounds", "drafts", "busy", "measured"), [
+    (40, 20, False, 1), (40, 0, False, 3), (9, 0, False, 1), (40, 20, True, 6),
+])  # fmt: skip
+def test_prices_of_a_busy_minute_or_by_which_nobody_drafts_are_measured_again(rounds, drafts, busy, measured):
+    state, asked = ([], 0), []
+    given = {"trials": lambda _: asked.append(0) or timed(Machine(**XEON), 0), "clock": lambda: 0.0}
+    for _ in range(6):
+        prices = Prices({"m": [0, 1]}, **given, busy=lambda: busy)
+        prices.restore(*json.loads(json.dumps(state)))
+        for number in range(rounds):
+            table, rows = prices.at(1), 1 + (number < drafts)
+            prices.observe(table, 1, rows, prices.verify(table, rows, 1), 0, warm=True)
+        state = prices.state(), prices.vain
+    assert len(asked) == measured
 
 
 def test_plain_rounds_behind_a_jump_of_the_machine_say_little():

@@ -118,10 +118,6 @@ class Adaptive(LengthPolicy):
         self.prices.trials, self.prices.threads = setting.trials, setting.threads
         self.prices.busy = setting.busy
 
-    def prepare(self) -> None:
-        if self.setting.nodes:
-            self.prices.at(1)
-
     def expect(self, count: int) -> None:
         if self.setting.nodes:
             self.prices.at(count)
@@ -259,8 +255,11 @@ class Adaptive(LengthPolicy):
         if self._rest is not None and self._rest.resting:
             self._round = tokens / count * plain, cost, spent, seconds.accept
             return
-        asked = {s.drafter: d.depth for s, d in zip(sequences, drafts) if self._used(s, d)}
-        cost += sum([self.prices.draft(table, method or "", depth) for method, depth in asked.items()])
+        parts = [(s, self.parts(s).steps, draft) for s, draft in zip(sequences, drafts) if len(draft)]
+        asked = {s.drafter or "": d.depth for s, steps, d in parts if steps and d.method in (steps, s.drafter)}
+        cost += sum([self.prices.draft(table, method, depth) for method, depth in asked.items()])
+        if len(asked) == 1 and seconds.draft:
+            self.prices.observe_draft(table, *asked.popitem(), sum(self._behind.values()), seconds.draft)
         self._round = tokens / count * plain, cost, spent, seconds.accept
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
@@ -273,11 +272,6 @@ class Adaptive(LengthPolicy):
             self._rest.check()
         if late or self._plan.lost > 0.0:
             self._plan.rounds_left = 0
-
-    def _used(self, sequence: RequestState, draft: Draft) -> bool:
-        """Whether the part that pays for each token made this draft."""
-        steps = self.parts(sequence).steps
-        return bool(steps and len(draft) and draft.method in (steps, sequence.drafter))
 
     def _learn(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> None:
         steps, matched, tokens = self.parts(sequence).steps, verdict.matched, verdict.tokens
@@ -487,7 +481,7 @@ class Adaptive(LengthPolicy):
             return None
         drafting, lookups = ([[*key, each.state()] for key, each in d.items()] for d in (self.drafting, self.lookups))
         return {
-            "prices": self.prices.state(), "drafting": drafting, "lookups": lookups,
+            "prices": self.prices.state(), "vain": self.prices.vain, "drafting": drafting, "lookups": lookups,
             "lengths": list(self.lengths.seen), "rests": [[size, rest.state()] for size, rest in self._rests.items()],
         }  # fmt: skip
 
@@ -501,7 +495,7 @@ class Adaptive(LengthPolicy):
                 self._lookup(str(method), bool(samples)).restore(learnt)
             for size, compared in state["rests"]:
                 self._rests[int(size)].restore(compared)
-            self.prices.restore(state["prices"])
+            self.prices.restore(state["prices"], state["vain"])
         except (TypeError, KeyError, ValueError):
             self.drafting, self.lookups = {}, {}
             self._rests.clear()

@@ -79,9 +79,6 @@ class LengthPolicy(ABC):
         """Goes on in another engine, which has this setting."""
         self.setting = setting
 
-    def prepare(self) -> None:
-        """Before the first request: measures prices."""
-
     def expect(self, count: int) -> None:
         """Before the first batch of this size is admitted, while there is room for others: measures prices."""
 
@@ -115,7 +112,6 @@ class LengthPolicy(ABC):
     def budgets(self, sequences: Requests) -> list[int]:
         """One budget per sequence, at most its ``longest``."""
 
-    @abstractmethod
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         """Learn from a round."""
 
@@ -133,6 +129,3 @@ class LengthPolicy(ABC):
 class Fixed(LengthPolicy):
     def budgets(self, sequences: Requests) -> list[int]:
         return [self.longest(sequence) for sequence in sequences]
-
-    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
-        pass

@@ -95,19 +95,21 @@ class PriceTable:
     """How many of its first comparisons with plain rounds are to come, if it was guessed or is of another day."""
     level: float | None = None
     """Present seconds of a round over those of the table; None: none was seen yet."""
-    bias: dict[int, float] = field(default_factory=dict)
-    """By number of rows, the log of: seconds of verifications over those of the table, relative to plain rounds."""
+    bias: dict[int | str, float] = field(default_factory=dict)
+    """By number of rows, the log of: seconds of verifications over those of the table, relative to plain rounds. By
+    method, the same of its drafts."""
 
     def rows_bias(self, count: int) -> float:
         """That of the nearest number of rows that was compared."""
-        bias = self.bias
-        known = count if count in bias else min(bias, key=lambda known: abs(known - count), default=count)
-        return bias.get(known, 0.0)
+        if count not in self.bias:
+            rows = [known for known in self.bias if isinstance(known, int)]
+            count = min(rows, key=lambda known: abs(known - count), default=count)
+        return self.bias.get(count, 0.0)
 
     def state(self) -> dict[str, Any]:
         points = self.verify.points  # of plain rounds first; the others are kept as comparisons have corrected them
         verify = {n: cost * exp(self.rows_bias(n) * (n > min(points))) for n, cost in points.items()}
-        draft = {name: curve.points for name, curve in self.draft.items()}
+        draft = {m: {d: s * exp(self.bias.get(m, 0)) for d, s in each.points.items()} for m, each in self.draft.items()}
         return {"verify": verify, "draft": draft, "read": self.read, "attention": self.attention}
 
     @classmethod
@@ -137,7 +139,7 @@ class Prices:
     """
 
     SECONDS, ROUNDS = (2.0, 0.5), 100
-    """Time limits of measuring prices for one request, and for a batch; and in plain rounds."""
+    """Time limits of measuring prices for one request, and for a batch; in plain rounds, but not below the latter."""
     SWEEPS = (2, 16)
     """How often each price is measured, at least and at most."""
     SHORT_ROUND, STREAK = 0.01, 4
@@ -150,6 +152,9 @@ class Prices:
     """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
     UNCHECKED = 4
     """Comparisons with plain rounds of which each counts for half, where prices are guessed or kept."""
+    VAIN, LONG, FEW = 3, 32, 0.1
+    """Kept prices by which hardly anybody drafts are hardly corrected. So they are measured anew until this many
+    processes, of at least this many rounds each, have drafted in less than this part of them."""
     LONG_ROWS = 5
     """Rows of a request with which ``PriceTable.attention`` is measured, beside 1."""
     NEAR = 24
@@ -179,8 +184,9 @@ class Prices:
         self.tables: dict[tuple[int, int], PriceTable] = {}
         """By threads and requests: 1, or a power of two from ``BATCH`` on."""
         self._plain: deque[float] = deque(maxlen=5)
-        self._drafted: deque[tuple[int, int, float]] = deque(maxlen=16)
-        """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
+        self._drafted: deque[tuple[int, int | str, float]] = deque(maxlen=32)
+        """Of the last verifications of drafts: number, rows, and log of their seconds over the table's. Of the drafts:
+        the same by method."""
         self._common = 0.0
         self.slower = 0
         """This many rounds with drafts in a row were much slower than the machine was before."""
@@ -188,7 +194,7 @@ class Prices:
         """Log of the level that plain rounds have shown, or of the least since then."""
         self._level = nan
         """Log of the level that the last plain rounds have shown."""
-        self._rounds = self._sequences = 0
+        self._rounds = self._sequences = self._tried = self._vain = 0
 
     def units(self, rows: float, sequences: int, experts: int = 0) -> int:
         """What verification is priced by: padded rows, or of a mixture eighths of the price by ``ExpertReads``."""
@@ -246,7 +252,7 @@ class Prices:
         for sweep in range(self.SWEEPS[1]):
             kinds = some if sweep < self.SWEEPS[0] else every
             if sweep >= self.SWEEPS[0]:
-                limit = min(limit, self.ROUNDS * min(min(verify.values())))
+                limit = min(limit, max(self.SECONDS[1], self.ROUNDS * min(min(verify.values()))))
                 if (self.clock() - began) * (1 + len(kinds) / (sweep * len(some))) > limit:
                     break
             for method, depth, rows in kinds if sweep % 2 else reversed(kinds):
@@ -311,7 +317,13 @@ class Prices:
     def draft(self, table: PriceTable, method: str, depth: float) -> float:
         """Seconds of drafting to this depth."""
         curve = table.draft.get(method)
-        return self.GUESS * depth * table.verify(1) if curve is None else curve(depth)
+        listed = self.GUESS * depth * table.verify(1) if curve is None else curve(depth)
+        return listed * exp(table.bias.get(method, 0.0))
+
+    def observe_draft(self, table: PriceTable, method: str, depth: float, behind: int, seconds: float) -> None:
+        """Keeps the seconds of a round's drafts of one method, which read ``behind`` tokens first, for a comparison."""
+        listed = self.draft(table, method, depth) / exp(table.bias.get(method, 0.0))
+        self._drafted.append((self._rounds, method, log(seconds / (listed + behind * table.read.get(method, 0.0)))))
 
     def observe(self, table: PriceTable, sequences: int, rows: int, seconds: float, experts: int, warm: bool) -> None:
         """Compares a forward with the table. ``warm``: not right after forwards of the other kind, in whose caches it
@@ -329,6 +341,7 @@ class Prices:
             self._drafted.clear()
             self.slower, self._before = 0, inf
         if rows > sequences:
+            self._tried += 1
             self._before = min(self._before, log(table.level))
             self.slower = self.slower + 1 if log(level) > self._before + self.SLOWER else 0
             if self._drafted:  # by how much these rows are dearer than others of the last rounds
@@ -353,17 +366,23 @@ class Prices:
         return len(self._plain) >= 2
 
     def _compare(self, table: PriceTable, plain: float, part: float) -> None:
-        """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
-        by_rows: dict[int, list[float]] = {}
-        for number, units, residual in self._drafted:
-            if self._rounds - number < self.NEAR:
-                by_rows.setdefault(units, []).append(residual)
-        for units, residuals in by_rows.items():
-            apart, before = max(-0.7, min(median(residuals) - plain, 0.7)), table.rows_bias(units)
+        """Corrects the prices of the numbers of rows and of the drafts that were used shortly before."""
+        recent: dict[int | str, list[float]] = {}
+        for number, key, residual in self._drafted:
+            if self._rounds - number < self.NEAR and (table.unchecked or isinstance(key, int)):
+                recent.setdefault(key, []).append(residual)
+        for key, residuals in recent.items():
+            apart = max(-0.7, min(median(residuals) - plain, 0.7))
+            before = table.bias.get(key, 0.0) if isinstance(key, str) else table.rows_bias(key)
             share = 0.5 if abs(apart - before) > self.SLOWER else 0.2
             weight = 0.5 if table.unchecked else min(share, 0.05 * len(residuals))
-            table.bias[units] = before + part * weight * (apart - before)
-        table.unchecked = max(0, table.unchecked - bool(by_rows))
+            table.bias[key] = before + part * weight * (apart - before)
+        table.unchecked = max(0, table.unchecked - bool(recent))
+
+    @property
+    def vain(self) -> int:
+        """How many processes in a row, this one included, had hardly any drafts."""
+        return self._vain if self._rounds < self.LONG else (self._vain + 1) * (self._tried < self.FEW * self._rounds)
 
     def state(self) -> list[Any]:
         """The tables that were measured well, as JSON."""
@@ -373,9 +392,10 @@ class Prices:
             if not table.disturbed and abs(fmean(table.bias.values() or [0.0])) < self.STALE
         ]
 
-    def restore(self, state: Any) -> None:
-        """Raises TypeError, KeyError or ValueError for anything but a ``state``."""
-        self.tables = {(int(threads), int(size)): PriceTable.of(table) for threads, size, table in state}
+    def restore(self, state: Any, vain: int = 0) -> None:
+        """Raises TypeError, KeyError or ValueError for anything but a ``state``, and a ``vain`` of then."""
+        tables = {(int(threads), int(size)): PriceTable.of(table) for threads, size, table in state}
+        self._vain, self.tables = int(vain), {} if 0 < vain < self.VAIN else tables
 
 
 def _quartiles(times: Mapping[int, list[float]]) -> dict[int, float]:
