@@ -224,8 +224,7 @@ class Prices:
         """The nearest measured table, or an assumption in units of a plain round."""
         known = sorted((abs(key[1] - size), abs(key[0] - threads), key) for key in self.tables)
         if known:
-            near = self.tables[known[0][-1]]
-            other = known[0][-1][1] != size
+            near, other = self.tables[known[0][-1]], known[0][-1][1] != size
             unchecked = self.UNCHECKED if other else 0
             draft, read, disturbed = dict(near.draft), dict(near.read), near.disturbed or other
             return PriceTable(near.verify, draft, read, near.attention, 0.0, disturbed, unchecked)
@@ -381,8 +380,9 @@ class Prices:
 
     @property
     def vain(self) -> int:
-        """How many processes in a row, this one included, had hardly any drafts."""
-        return self._vain if self._rounds < self.LONG else (self._vain + 1) * (self._tried < self.FEW * self._rounds)
+        """How many processes in a row, this one included, had hardly any drafts; as a negative number, if this one was
+        too short to tell: then the next goes on with its prices."""
+        return -self._vain if self._rounds < self.LONG else (self._vain + 1) * (self._tried < self.FEW * self._rounds)
 
     def state(self) -> list[Any]:
         """The tables that were measured well, as JSON."""
@@ -395,7 +395,7 @@ class Prices:
     def restore(self, state: Any, vain: int = 0) -> None:
         """Raises TypeError, KeyError or ValueError for anything but a ``state``, and a ``vain`` of then."""
         tables = {(int(threads), int(size)): PriceTable.of(table) for threads, size, table in state}
-        self._vain, self.tables = int(vain), {} if 0 < vain < self.VAIN else tables
+        self._vain, self.tables = abs(int(vain)), {} if 0 < vain < self.VAIN else tables
 
 
 def _quartiles(times: Mapping[int, list[float]]) -> dict[int, float]:
