@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.cli.trace import REJECTED, parts
@@ -112,27 +112,20 @@ def test_behind_a_prompt(tokenizer, prompt, text):
 @pytest.mark.parametrize("text", ["中文字符" * 30, "👩‍👩‍👧‍👦" * 20, "ab" * 100, "€ " * 50])
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 def test_long_runs_and_short_windows(tokenizer, text):
-    tokens, longest = tokenizer.encode(text), 0
+    tokens, lengths = tokenizer.encode(text), []
     detokenizer = Detokenizer(tokenizer)
-    decode = tokenizer.decode
-
-    def watched(ids, **options):
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return decode(ids, **options)
-
-    detokenizer._decode = lambda ids: watched(ids, skip_special_tokens=True)
+    decode = detokenizer._decode
+    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
     for token in tokens:
         detokenizer.push([token])
     detokenizer.finish()
     assert detokenizer.text == whole(tokenizer, tokens)
-    assert longest < 40 < len(tokens)
+    assert max(lengths) < 40 < len(tokens)
 
 
 def test_a_character_is_said_when_it_is_complete():
     tokens = BYTE_FALLBACK.encode("a😀")[-5:]
-    detokenizer = Detokenizer(BYTE_FALLBACK)
-    assert [detokenizer.push([token]) for token in tokens] == ["a", "", "", "", "😀"]
+    assert [*map(Detokenizer(BYTE_FALLBACK).push, zip(tokens))] == ["a", "", "", "", "😀"]
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -162,27 +155,21 @@ def test_a_token_keeps_the_space_that_it_begins_with():
     ids = SENTENCE_PIECE.convert_tokens_to_ids(["\u2581true", "true", "\u2581", "\u2581\u2581", "<0x0A>", "</s>"])
     assert [token_text(SENTENCE_PIECE, token) for token in ids] == [" true", "true", " ", "  ", "\n", "</s>"]
     service = TextService(SENTENCE_PIECE, 100)
-    half = SENTENCE_PIECE.convert_tokens_to_ids("<0xC3>")
-    assert service.token_text(ids[0]) == (" true", [*b" true"])
-    assert service.token_text(half) == (REPLACEMENT, [0xC3])
+    both = (ids[0], SENTENCE_PIECE.convert_tokens_to_ids("<0xC3>"))
+    assert [*map(service.token_text, both)] == [(" true", [*b" true"]), (REPLACEMENT, [0xC3])]
     service.close()
-    round_ = RoundTrace((ids[1],), (CORRECTED,), (ids[0],), 1, "ngram")
-    assert parts(round_, SENTENCE_PIECE) == [(REJECTED, " true"), (CORRECTED, "true")]
-
-
-def refuse(target, draft, message):
-    refused(ConfigError, message, LLM, target, speculative_config={"method": "draft_model", "model": str(draft)})
+    found = parts(RoundTrace((ids[1],), (CORRECTED,), (ids[0],), 1, "ngram"), SENTENCE_PIECE)
+    assert found == [(REJECTED, " true"), (CORRECTED, "true")]
 
 
 def test_the_first_difference_of_two_vocabularies_is_named(tiny_target, tmp_path):
     tiny_llama(layers=1).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, [*ALPHABET[:7], ALPHABET[8], ALPHABET[7], *ALPHABET[9:]])
-    refuse(tiny_target, tmp_path, "differs from the target's: id 7 is 'd' in .* and 'e' in .*use_heterogeneous_vocab")
-
-
-def test_a_longer_vocabulary_differs_where_the_shorter_ends(tiny_target, tmp_path):
+    drafted = {"speculative_config": {"method": "draft_model", "model": str(tmp_path)}}
+    message = "differs from the target's: id 7 is 'd' in .* and 'e' in .*use_heterogeneous_vocab"
+    refused(ConfigError, message, LLM, tiny_target, **drafted)
     save_checkpoint(tiny_llama(layers=1, vocab_size=len(ALPHABET) + 1), tmp_path, [*ALPHABET, "é"])
-    refuse(tiny_target, tmp_path, "id 98 is None in .* and 'é' in ")
+    refused(ConfigError, "id 98 is None in .* and 'é' in ", LLM, tiny_target, **drafted)
 
 
 def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_target, tmp_path):
@@ -231,8 +218,7 @@ def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path)
     save_checkpoint(tiny_llama(layers=1, vocab_size=len(ALPHABET) + 30, pad_token_id=3), tmp_path)
     drafter = {"method": "draft_model", "model": str(tmp_path), "length": "fixed"}
     llm = LLM(tiny_target, speculative_config=drafter, max_model_len=64)
-    params = SamplingParams(seed=0, ignore_eos=True)
-    assert llm.generate("hello", params)[0].metrics.num_draft_tokens > 0
+    assert llm.generate("hello", SamplingParams(seed=0, ignore_eos=True))[0].metrics.num_draft_tokens > 0
 
 
 def test_a_tokenizer_that_is_missing_or_broken(tmp_path):
@@ -240,3 +226,18 @@ def test_a_tokenizer_that_is_missing_or_broken(tmp_path):
     refused(ModelError, "has no usable tokenizer", load_tokenizer, tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     refused(ModelError, "has no usable tokenizer", load_tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(("model", "kind"), [
+    ("llama", "TokenizersBackend"), ("llama", "LlamaTokenizerFast"), ("qwen2", "Qwen2Tokenizer"),
+    ("t5", "GPT2Tokenizer"), ("mistral", "LlamaTokenizer"), ("nosuch", "Nosuch"), ("qwen3", None),
+])  # fmt: skip
+def test_a_tokenizer_is_the_one_that_transformers_makes(tmp_path, monkeypatch, model, kind):
+    """Where it names its class, the model's own config, whose import takes seconds, is not made."""
+    BYTE_LEVEL.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "tokenizer_class": kind}))
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None if kind else AutoConfig.from_pretrained)
+    found = load_tokenizer(tmp_path)
+    assert (type(found), found.encode(TEXT)) == (type(expected), expected.encode(TEXT))
