@@ -49,7 +49,7 @@ def _from_folder(folder: Path) -> Any:
     config = None
     with quiet():
         # Where a class is named, any config with the same fields will do: to import the model's own takes 1.5 seconds.
-        if named.get("tokenizer_class") and "auto_map" not in named and (folder / "config.json").is_file():
+        if named.get("tokenizer_class") and "auto_map" not in named:
             config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 
